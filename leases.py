@@ -1,0 +1,573 @@
+"""Lease a resource to one worker at a time, and fence off the workers whose lease is over.
+
+A lease table alone does not protect the document that the work ends in:
+
+    tick  A                          B                          lease table   document
+      0   claim: epoch 1, until 10                              A, epoch 1
+     10   (paused)                   claim: epoch 2, until 20   B, epoch 2
+     10   (paused)                   write "new", complete      done: new     new
+     11   write "old"                                           done: new     old, if nobody checks
+
+A's write has to be refused by whoever receives it, so the receiver keeps the highest epoch it has
+seen, its fence, and compares and writes in one transaction:
+
+    >>> leases, sink = LeaseTable(":memory:"), FencedSink(":memory:")
+    >>> a = leases.claim("report", "A", now=0, ttl=10)
+    >>> b = leases.claim("report", "B", now=10, ttl=10)
+    >>> sink.write("report", b.epoch, "new"), leases.complete(b, "new", now=10)
+    ('written', True)
+    >>> sink.write("report", a.epoch, "old"), leases.complete(a, "old", now=11)
+    ('stale', False)
+
+Assumed: workers send the epoch of their lease with each write; one lease table decides about a
+resource; SQLite's locks work where the files lie (not on most network file systems).
+
+Not promised: that only one worker runs at any moment; that a write comes before its deadline;
+that a fence knows of a takeover before the new holder's first write reaches it; that an epoch is
+genuine (it is a number, no password); that a database put back to an older state remembers.
+
+A lock excludes as long as its holder lives, and a holder that is paused stops everyone. A lease
+ends at its deadline whatever its holder does, so two workers can believe in it at once, and what
+protects the data is the epoch that rises with each claim, not the lease. It is also called a
+fencing token, a generation, a term or a ballot.
+
+Ticks are ints in a unit of your choice, milliseconds for instance, and always come from you: no
+answer depends on a clock. `timeout` is in seconds. See https://sqlite.org/lang_transaction.html.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Literal, NamedTuple, TypeVar
+
+__all__ = [
+    "Fenced",
+    "FencedSink",
+    "Lease",
+    "LeaseRow",
+    "LeaseTable",
+    "LeasesError",
+    "Outcome",
+    "SinkRow",
+]
+
+_Answer = TypeVar("_Answer")
+_Self = TypeVar("_Self", bound="_Database")
+
+ISOLATION: Final = "IMMEDIATE"
+LARGEST = 2**63 - 1  # SQLite's largest integer; one more would be stored as a REAL
+
+BEGIN = "BEGIN IMMEDIATE"  # a plain BEGIN takes the write lock only after the row has been read
+COMMIT = "COMMIT"
+# WAL lets readers go on beside a writer. EXTRA also syncs the folder after the journal has been
+# unlinked, where a rollback journal is used (https://sqlite.org/pragma.html#pragma_synchronous).
+DURABLE = "PRAGMA synchronous = EXTRA"
+WRITE_AHEAD = "PRAGMA journal_mode = WAL"
+COLUMNS = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
+
+CREATE_LEASE = """
+CREATE TABLE IF NOT EXISTS lease (
+    resource TEXT NOT NULL PRIMARY KEY,
+    owner TEXT NOT NULL,
+    epoch INTEGER NOT NULL CHECK (typeof(epoch) = 'integer' AND epoch >= 1),
+    deadline INTEGER NOT NULL CHECK (typeof(deadline) = 'integer' AND deadline >= 0),
+    result TEXT
+) WITHOUT ROWID
+"""
+LEASE_ROW = "SELECT resource, owner, epoch, deadline, result FROM lease WHERE resource = ?"
+LEASE_PAGE = """
+SELECT resource, owner, epoch, deadline, result FROM lease
+WHERE resource > ? ORDER BY resource LIMIT 100
+"""
+GRANT = """
+INSERT INTO lease (resource, owner, epoch, deadline) VALUES (?, ?, ?, ?)
+ON CONFLICT (resource) DO UPDATE
+SET owner = excluded.owner, epoch = excluded.epoch, deadline = excluded.deadline
+"""
+# Who may still act on a lease, for every call that asks: its owner, in its epoch, before its
+# deadline, as long as no result is recorded.
+HELD = """
+WHERE resource = ? AND owner = ? AND epoch = ? AND deadline > ? AND result IS NULL
+"""
+RENEW = "UPDATE lease SET deadline = max(deadline, ?)" + HELD
+COMPLETE = "UPDATE lease SET result = ?" + HELD
+RELEASE = "UPDATE lease SET deadline = 0" + HELD
+
+CREATE_SINK = """
+CREATE TABLE IF NOT EXISTS sink (
+    resource TEXT NOT NULL PRIMARY KEY,
+    fence INTEGER NOT NULL CHECK (typeof(fence) = 'integer' AND fence >= 1),
+    epoch INTEGER NOT NULL CHECK (typeof(epoch) = 'integer' AND epoch BETWEEN 0 AND fence),
+    seq INTEGER NOT NULL CHECK (typeof(seq) = 'integer' AND seq >= 0),
+    value TEXT CHECK ((value IS NULL) = (epoch = 0))
+)
+"""
+SINK_ROW = "SELECT resource, fence, epoch, seq, value FROM sink WHERE resource = ?"
+SINK_PAGE = """
+SELECT resource, fence, epoch, seq, value FROM sink
+WHERE resource > ? ORDER BY resource LIMIT 100
+"""
+STORE = """
+INSERT INTO sink (resource, fence, epoch, seq, value) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (resource) DO UPDATE
+SET fence = excluded.fence, epoch = excluded.epoch, seq = excluded.seq, value = excluded.value
+"""
+RAISE_FENCE = """
+INSERT INTO sink (resource, fence, epoch, seq) VALUES (?, ?, 0, 0)
+ON CONFLICT (resource) DO UPDATE SET fence = excluded.fence
+"""
+
+
+class LeasesError(Exception):
+    """The base of this module's own errors."""
+
+
+class Fenced(LeasesError):
+    """A block was not run, since its epoch is below the sink's fence.
+
+    `resource`, `epoch` (the one offered) and `fence` are attributes.
+    """
+
+    def __init__(self, resource: str, epoch: int, fence: int) -> None:
+        super().__init__(resource, epoch, fence)
+        self.resource, self.epoch, self.fence = resource, epoch, fence
+
+    def __str__(self) -> str:
+        return f"{self.resource!r}: epoch {self.epoch} is below the fence, {self.fence}"
+
+
+Outcome = Literal["written", "replay", "conflict", "stale"]
+
+
+class Lease(NamedTuple):
+    """What a claim or a renewal hands out: `owner` may work in `epoch` while now < `deadline`."""
+
+    resource: str
+    owner: str
+    epoch: int
+    deadline: int
+
+
+class LeaseRow(NamedTuple):
+    """A row of the lease table; `result` is None until the work is completed."""
+
+    resource: str
+    owner: str
+    epoch: int
+    deadline: int
+    result: str | None
+
+
+class SinkRow(NamedTuple):
+    """A row of the sink: `epoch` and `seq` are the stored value's, 0 and 0 while it is None."""
+
+    resource: str
+    fence: int
+    epoch: int
+    seq: int
+    value: str | None
+
+
+class _Database:
+    """One connection to one SQLite file: its transactions, its waiting, its errors."""
+
+    _table: str
+    _create: str
+    _columns: tuple[str, ...]
+
+    def __init__(self, database: str | os.PathLike[str], *, timeout: float = 5.0) -> None:
+        if type(timeout) not in (int, float):
+            raise TypeError(f"timeout must be an int or a float, not {type(timeout).__name__}")
+        if not 0 <= timeout < float("inf"):
+            raise ValueError(f"timeout must be finite and not negative, not {timeout}")
+        self._timeout = min(timeout, LARGEST)
+        self._wait_until = 0.0  # 0.0 while the current call has not had to wait
+        self._inside = False
+        self._process = os.getpid()
+        self._path = _location(database)
+        try:
+            # No busy handler: _execute waits. An isolation level, so that what a block runs after
+            # SQLite has ended the transaction makes Python send a BEGIN, which is refused there.
+            self._connection = sqlite3.connect(self._path, timeout=0, isolation_level=ISOLATION)
+        except sqlite3.Error as error:
+            raise self._located(error) from None
+        try:
+            self._execute(DURABLE)
+            self._execute(WRITE_AHEAD).fetchall()
+            if not self._execute(COLUMNS, (self._table,)).fetchall():
+                self._transact(lambda: self._execute(self._create))
+            found = tuple(name for (name,) in self._execute(COLUMNS, (self._table,)))
+            if found != self._columns:
+                wrong = f"table {self._table} has the columns {found}, not {self._columns}"
+                raise self._located(sqlite3.OperationalError(wrong))
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection; a second time, or in a forked process, do nothing.
+
+        Raises RuntimeError inside a block of this object.
+        """
+        if os.getpid() == self._process:
+            self._refuse_inside()
+            self._connection.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ready(self) -> None:
+        """Refuse a call that would damage the file or slip into a block's transaction."""
+        self._refuse_fork()
+        self._refuse_inside()
+        self._roll_back()  # in case an interrupt cut the last call's own rollback short
+        self._wait_until = 0.0
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._process:  # https://sqlite.org/howtocorrupt.html, section 2.6
+            raise RuntimeError(f"{self._path} was opened before a fork; open it anew after it")
+
+    def _refuse_inside(self) -> None:
+        if self._inside:
+            raise RuntimeError(f"{self._path} is in use by a block that has not ended")
+
+    def _execute(self, sql: str, values: tuple[str | int, ...] = ()) -> sqlite3.Cursor:
+        """Run one statement, waiting for a busy database up to `timeout` seconds in all a call."""
+        tries = 0
+        while True:
+            try:
+                cursor: sqlite3.Cursor = self._connection.execute(sql, values)
+                return cursor
+            except sqlite3.Error as error:
+                now = time.monotonic()
+                self._wait_until = self._wait_until or now + self._timeout
+                if str(error) != "database is locked" or now >= self._wait_until:
+                    raise self._located(error) from None
+            # SQLite's own busy handler sleeps longer with each try, so that newcomers overtake
+            # and an old waiter can starve. Here the bound shrinks, and the oldest tries most often.
+            tries += 1
+            time.sleep(max(0.005 / tries, 0.0002) * os.urandom(1)[0] / 255)
+
+    def _located(self, error: sqlite3.Error) -> sqlite3.Error:
+        """Add the database's path to an error's message."""
+        error.args = (f"{error} (database: {self._path})",)
+        return error
+
+    def _transact(self, decide: Callable[[], _Answer]) -> _Answer:
+        """Answer with what `decide` reads and writes in one transaction, or change nothing."""
+        self._ready()
+        try:
+            self._execute(BEGIN)
+            answer = decide()
+            self._execute(COMMIT)
+        except BaseException:
+            self._roll_back()
+            raise
+        return answer
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction and os.getpid() == self._process:
+            self._connection.rollback()
+
+    def _pages(self, sql: str) -> Iterator[tuple[str | int | None, ...]]:
+        self._ready()
+        page = self._execute(sql, ("",)).fetchall()
+        while page:
+            for row in page:
+                yield row
+                self._ready()
+            page = self._execute(sql, page[-1][:1]).fetchall()
+
+    @contextmanager
+    def _block(self, admit: Callable[[], None]) -> Iterator[sqlite3.Connection]:
+        """Lend the connection for the caller's own SQL, in a transaction that `admit` begins."""
+        self._ready()
+        connection = self._connection
+        ending: list[int] = []
+
+        def authorize(action: int, *_: object) -> int:
+            # Once no transaction is open, SQLite has rolled back, and what follows would be
+            # committed without the fence. https://sqlite.org/c3ref/set_authorizer.html
+            if action in (sqlite3.SQLITE_TRANSACTION, sqlite3.SQLITE_SAVEPOINT):
+                ending.append(action)
+            elif connection.in_transaction:
+                return sqlite3.SQLITE_OK
+            return sqlite3.SQLITE_DENY
+
+        try:
+            self._execute(BEGIN)
+            admit()
+            self._inside = True
+            try:
+                connection.set_authorizer(authorize)
+                yield connection
+            finally:
+                self._inside = False
+                self._refuse_fork()
+                kept = _take_back(connection)
+            if ending or not kept:
+                wrong = "a block cannot end its own transaction; nothing of it was kept"
+                raise self._located(sqlite3.ProgrammingError(wrong))
+            self._wait_until = 0.0
+            self._execute(COMMIT)
+        except BaseException:
+            self._roll_back()
+            raise
+
+
+class LeaseTable(_Database):
+    """The authority that says who may work: one row a resource, one epoch a claim.
+
+    `database` is a path, or ":memory:" for one that is private to the object. A busy database is
+    waited for up to `timeout` seconds. Use the object in one thread of one process, and close it,
+    or use it as a context manager.
+
+    Raises TypeError and ValueError for wrong arguments, before anything is written; RuntimeError
+    in a forked process; sqlite3.Error, with the path in its message, for what SQLite reports.
+    After any error nothing has changed and the object works on.
+    """
+
+    _table, _create, _columns = "lease", CREATE_LEASE, LeaseRow._fields
+
+    def claim(self, resource: str, owner: str, *, now: int, ttl: int) -> Lease | None:
+        """Take the resource until now + ttl ticks, in an epoch of its own.
+
+        Answers None while a lease runs, also the same owner's (a name is no identity: to extend
+        is `renew`), and for ever once a result is recorded; so name one run of a job, not the job.
+
+        Raises OverflowError when the epoch has reached 2**63 - 1.
+        """
+        _check_name("resource", resource)
+        _check_name("owner", owner)
+        deadline = _deadline(now, ttl)
+
+        def decide() -> Lease | None:
+            row = self._row(resource)
+            if row is not None and (row.result is not None or row.deadline > now):
+                return None
+            epoch = (0 if row is None else row.epoch) + 1
+            if epoch > LARGEST:
+                raise OverflowError(f"the epoch of {resource!r} can't be raised any more")
+            self._execute(GRANT, (resource, owner, epoch, deadline))
+            return Lease(resource, owner, epoch, deadline)
+
+        return self._transact(decide)
+
+    def renew(self, lease: Lease, *, now: int, ttl: int) -> Lease | None:
+        """Extend a lease to now + ttl ticks, in the same epoch; never shorten it.
+
+        Answers the lease with its deadline, or None once it is over: taken over, expired (at its
+        deadline it is, whoever asks first), released or completed.
+        """
+        held = _held(lease, now)
+        deadline = _deadline(now, ttl)
+
+        def decide() -> Lease | None:
+            if self._execute(RENEW, (deadline, *held)).rowcount == 0:
+                return None
+            row = self._row(lease.resource)
+            return lease if row is None else lease._replace(deadline=row.deadline)
+
+        return self._transact(decide)
+
+    def complete(self, lease: Lease, result: str, *, now: int) -> bool:
+        """Record the result of a lease that is still held; the first result stands for ever.
+
+        True also for the same result again from the same owner and epoch, at any tick: the record
+        stands, and a worker that lost the first answer can ask again. Otherwise False.
+        """
+        _check_text("result", result)
+        held = _held(lease, now)
+
+        def decide() -> bool:
+            if self._execute(COMPLETE, (result, *held)).rowcount == 1:
+                return True
+            row = self._row(lease.resource)
+            recorded = row is not None and (row.owner, row.epoch, row.result)
+            return recorded == (lease.owner, lease.epoch, result)
+
+        return self._transact(decide)
+
+    def release(self, lease: Lease, *, now: int) -> bool:
+        """Give a lease back before its deadline; False if it was no longer held.
+
+        The row stays, so that the next epoch is a higher one. Its deadline becomes 0 rather than
+        `now`: a tick read earlier can't revive it, and a claimant whose clock is behind can claim.
+        """
+        held = _held(lease, now)
+        return self._transact(lambda: self._execute(RELEASE, held).rowcount == 1)
+
+    def get(self, resource: str) -> LeaseRow | None:
+        """Read a resource's row, or None. What it says may be over before you act on it."""
+        _check_name("resource", resource)
+        self._ready()
+        return self._row(resource)
+
+    def rows(self) -> Iterator[LeaseRow]:
+        """Read all rows in the order of their resources, a page at a time.
+
+        No lock is held between two rows and other calls may come between, so it is no snapshot.
+        """
+        return map(LeaseRow._make, self._pages(LEASE_PAGE))
+
+    def _row(self, resource: str) -> LeaseRow | None:
+        row = self._execute(LEASE_ROW, (resource,)).fetchone()
+        return None if row is None else LeaseRow._make(row)
+
+
+class FencedSink(_Database):
+    """The receiver that says what may still be written: one fence and one value a resource.
+
+    It never reads the lease table and works in a file of its own; epochs are all it goes by.
+    `database`, `timeout` and the errors are those of `LeaseTable`.
+    """
+
+    _table, _create, _columns = "sink", CREATE_SINK, SinkRow._fields
+
+    def write(self, resource: str, epoch: int, value: str) -> Outcome:
+        """Store the value unless a higher epoch has been here, and say what became of it.
+
+        "written": stored, and the fence is now `epoch`. "stale": the epoch is below the fence,
+        the lease behind it is lost. "replay": this term's value is there already, and is equal.
+        "conflict": this term has written another value. Only "written" changes anything.
+        """
+        _check_name("resource", resource)
+        _check_int("epoch", epoch, 1)
+        _check_text("value", value)
+
+        def decide() -> Outcome:
+            outcome = _outcome(self._row(resource), epoch, value)
+            if outcome == "written":
+                self._execute(STORE, (resource, epoch, epoch, 0, value))
+            return outcome
+
+        return self._transact(decide)
+
+    def transaction(self, resource: str, epoch: int) -> AbstractContextManager[sqlite3.Connection]:
+        """Check the fence and run the block's own SQL in one transaction of the sink's database.
+
+        Raises the fence to `epoch`, gives the connection, commits both at the block's end, and
+        rolls back both after any exception. Raises Fenced below the fence without running the
+        block. All blocks of one term are admitted: their order and their retries are yours.
+
+        The block can't end its transaction: commit(), rollback(), executescript(), BEGIN, COMMIT,
+        ROLLBACK, SAVEPOINT and RELEASE raise sqlite3.DatabaseError, and the block is rolled back
+        at its end with sqlite3.ProgrammingError, as it is if it changes isolation_level or
+        autocommit or if SQLite has ended the transaction (OR ROLLBACK, RAISE(ROLLBACK)). Other
+        calls on this object raise RuntimeError inside it; row_factory and text_factory are reset.
+
+        Two things are yours. After SQLite's own rollback, a statement that the block had run
+        before and that doesn't begin with INSERT, UPDATE, DELETE or REPLACE (WITH … INSERT) may
+        run again, outside the fence. A cursor left half read keeps its snapshot, and later calls
+        of this object find the database busy: read to the end, or close the cursor.
+        """
+        _check_name("resource", resource)
+        _check_int("epoch", epoch, 1)
+
+        def admit() -> None:
+            row = self._row(resource)
+            if row is not None and epoch < row.fence:
+                raise Fenced(resource, epoch, row.fence)
+            if row is None or epoch > row.fence:
+                self._execute(RAISE_FENCE, (resource, epoch))
+
+        return self._block(admit)
+
+    def get(self, resource: str) -> SinkRow | None:
+        """Read a resource's row, or None."""
+        _check_name("resource", resource)
+        self._ready()
+        return self._row(resource)
+
+    def rows(self) -> Iterator[SinkRow]:
+        """Read all rows in the order of their resources; like `LeaseTable.rows`, no snapshot."""
+        return map(SinkRow._make, self._pages(SINK_PAGE))
+
+    def _row(self, resource: str) -> SinkRow | None:
+        row = self._execute(SINK_ROW, (resource,)).fetchone()
+        return None if row is None else SinkRow._make(row)
+
+
+def _outcome(row: SinkRow | None, epoch: int, value: str) -> Outcome:
+    """Judge an offer against the sink's row: the one place where the fence decides."""
+    if row is None or epoch > row.fence:
+        return "written"
+    if epoch < row.fence:
+        return "stale"
+    if row.epoch < epoch:  # this term has raised the fence, but has written nothing yet
+        return "written"
+    return "replay" if value == row.value else "conflict"
+
+
+def _held(lease: Lease, now: int) -> tuple[str, str, int, int]:
+    """Check a lease and a tick, and give the values that HELD compares."""
+    if not isinstance(lease, Lease):
+        raise TypeError(f"lease must be a Lease, not {type(lease).__name__}")
+    _check_name("lease.resource", lease.resource)
+    _check_name("lease.owner", lease.owner)
+    _check_int("lease.epoch", lease.epoch, 1)
+    _check_int("lease.deadline", lease.deadline, 0)
+    _check_int("now", now, 0)
+    return lease.resource, lease.owner, lease.epoch, now
+
+
+def _deadline(now: int, ttl: int) -> int:
+    _check_int("now", now, 0)
+    _check_int("ttl", ttl, 1)
+    _check_int("now + ttl", now + ttl, 1)
+    return now + ttl
+
+
+def _check_int(argument: str, number: int, least: int) -> None:
+    if type(number) is not int:  # isinstance would let True through
+        raise TypeError(f"{argument} must be an int, not {type(number).__name__}")
+    if not least <= number <= LARGEST:
+        raise ValueError(f"{argument} must be from {least} to 2**63 - 1, not {number}")
+
+
+def _check_name(argument: str, name: str) -> None:
+    _check_text(argument, name)
+    if not name:
+        raise ValueError(f"{argument} must not be empty")
+
+
+def _check_text(argument: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{argument} must be a str, not {type(text).__name__}")
+    if "\0" in text:
+        raise ValueError(f"{argument} must not contain U+0000: {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{argument} must encode to UTF-8: {error}") from None
+
+
+def _location(database: str | os.PathLike[str]) -> str:
+    """Make a path absolute, so that a later chdir changes nothing and no name is a URI."""
+    path = os.fspath(database)
+    if not isinstance(path, str):
+        raise TypeError(f"database must be a str or a path of str, not {type(path).__name__}")
+    if not path:
+        raise ValueError("database must not be empty")
+    return path if database == ":memory:" else os.path.abspath(path)
+
+
+def _take_back(connection: sqlite3.Connection) -> bool:
+    """Reset what a block may have changed; False if the transaction did not survive the block."""
+    # Not None: on Python 3.10 that denies everything from then on.
+    connection.set_authorizer(lambda *_: sqlite3.SQLITE_OK)
+    kept = connection.in_transaction and connection.isolation_level == ISOLATION
+    connection.isolation_level = ISOLATION
+    if sys.version_info >= (3, 12):
+        kept = kept and connection.autocommit == sqlite3.LEGACY_TRANSACTION_CONTROL
+        connection.autocommit = sqlite3.LEGACY_TRANSACTION_CONTROL
+    connection.row_factory, connection.text_factory = None, str
+    return kept
