@@ -8,14 +8,20 @@ family of inputs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
+import io
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +34,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import leases
+import run_experiment
 from leases import Fenced, FencedSink, Lease, LeaseRow, LeasesError, LeaseTable, SinkRow
 
 HERE = Path(__file__).resolve().parent
@@ -1586,6 +1593,286 @@ class KillTest(DatabaseTest):
                 self.assertIs(answer, True)
                 self.assertEqual(leased[name][4], rest[0])
         epochs.update({name: row[2] for name, row in leased.items()})
+
+
+# ---- The experiment, through its command line
+
+
+RESULTS = HERE / "results.json"
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Give the path of each leaf of a parsed document; an empty list or object is one too."""
+    if isinstance(node, (dict, list)) and node:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def spell(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)[1:]
+
+
+def others(leaf: Any) -> list[Any]:
+    """Give values that differ from a leaf, some of them equal to it for Python."""
+    if isinstance(leaf, bool) or leaf is None:
+        return [not leaf, int(leaf or 0), float(leaf or 0), str(leaf), "", [], {}]
+    if isinstance(leaf, (dict, list)):
+        return [[leaf], {"more": 1}, None, 0, "", False]
+    if isinstance(leaf, int):
+        return [leaf + 1, -leaf - 1, float(leaf), str(leaf), bool(leaf), None]
+    return [f"{leaf}x", leaf.upper() + "_", None, 0, True, [leaf]]
+
+
+class ComparingTest(unittest.TestCase):
+    """--check compares the whole document as parsed, types included."""
+
+    def setUp(self) -> None:
+        self.archived = json.loads(RESULTS.read_text(encoding="utf-8"))
+
+    def at(self, document: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
+        for key in path[:-1]:
+            document = document[key]
+        return document, path[-1]
+
+    def test_a_change_of_any_leaf_is_found_and_named(self) -> None:
+        changed, tampered = 0, copy.deepcopy(self.archived)
+        for path in leaves(self.archived):
+            parent, key = self.at(tampered, path)
+            true = parent[key]
+            for other in others(true):
+                parent[key] = other
+                found = run_experiment.first_difference(tampered, self.archived)
+                self.assertTrue(found and found.startswith(spell(path)), (path, other, found))
+                if changed % 50 == 0:  # what the verdict prints takes most of the time
+                    self.assertEqual(self.verdict(tampered), 1)
+                changed += 1
+            parent[key] = true
+        self.assertEqual(tampered, self.archived)
+        self.assertGreater(changed, 3000)
+
+    def test_a_leaf_that_is_missing_or_new_is_found(self) -> None:
+        shorter = copy.deepcopy(self.archived)
+        for path in leaves(self.archived):
+            parent, key = self.at(shorter, path)
+            before = copy.copy(parent)
+            del parent[key]
+            for one, other in ((shorter, self.archived), (self.archived, shorter)):
+                self.assertIsNotNone(run_experiment.first_difference(one, other), path)
+            parent.clear()
+            parent.update(before) if isinstance(parent, dict) else parent.extend(before)
+        self.assertEqual(shorter, self.archived)
+
+    def test_the_order_of_keys_is_no_difference(self) -> None:
+        turned = dict(reversed(self.archived["scenarios"].items()))
+        self.assertEqual(self.verdict({"scenarios": turned}), 0)
+
+    def verdict(self, archive: Any) -> int:
+        """Compare an archive with a run that gave the true results."""
+        options = argparse.Namespace(check=Path("archive"))
+        with contextlib.redirect_stdout(io.StringIO()):
+            pair = (archive, run_experiment.text(archive))
+            return run_experiment.judge(pair, self.archived, options)
+
+
+class ExperimentTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="leases-test-")
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def run_it(self, *arguments: object, python: Any = (), **options: Any) -> Any:
+        """Run the experiment as a user does; bounded, like everything here."""
+        script = options.pop("script", HERE / "run_experiment.py")
+        command = [sys.executable, *python, *([script] if script else []), *map(str, arguments)]
+        options = {"capture_output": True, "text": True, "timeout": FOREVER, **options}
+        return subprocess.run(command, **options)
+
+    def assert_refused(self, done: Any, *words: str) -> None:
+        """It could not run: exit status 2, and one line that says why."""
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)
+        self.assertNotIn("REPRODUCED", done.stdout)
+
+    def test_the_archive_is_reproduced_byte_for_byte(self) -> None:
+        output = self.folder / "reproduced.json"
+        done = self.run_it("--check", "results.json", "--output", output, cwd=HERE)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        self.assertIn("REPRODUCED", done.stdout.splitlines()[-1])
+        self.assertEqual(output.read_bytes(), RESULTS.read_bytes())
+        self.assertIn("lease table says new, document says old", done.stdout)
+        self.assertNotIn("\x1b", done.stdout)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["reproduced.json"])
+
+    @unittest.skipUnless(hasattr(signal, "SIGSTOP"), "this platform has no SIGSTOP")
+    def test_stopping_by_signals_gives_the_same_results(self) -> None:
+        done = self.run_it("--pause", "sigstop", "--check", RESULTS, "--quiet")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(len(done.stdout.strip().splitlines()), 2)
+
+    def test_named_scenarios_are_compared_alone(self) -> None:
+        archived = json.loads(RESULTS.read_text(encoding="utf-8"))
+        archived["scenarios"]["window"]["events"].clear()
+        (self.folder / "tampered.json").write_text(json.dumps(archived), encoding="utf-8")
+        for names, status in (("unfenced", 0), ("window", 1), ("two_files window unfenced", 1)):
+            done = self.run_it(*names.split(), "--check", self.folder / "tampered.json")
+            self.assertEqual((done.returncode, done.stderr), (status, ""))
+        self.assertIn("scenarios.window.events: 0 items became 7", done.stdout)
+        self.assertIn("--- ", done.stdout)
+
+    def test_a_difference_is_shown_and_the_output_still_written(self) -> None:
+        tampered = self.folder / "tampered.json"
+        tampered.write_text(RESULTS.read_text(encoding="utf-8").replace("stale", "written", 1))
+        output = self.folder / "out.json"
+        done = self.run_it("--check", tampered, "--output", output)
+        self.assertEqual((done.returncode, done.stderr), (1, ""))
+        self.assertRegex(done.stdout, r'(?m)^-.*"written"$')
+        self.assertRegex(done.stdout, r'(?m)^\+.*"stale"$')
+        self.assertIn("DIFFERENT", done.stdout.splitlines()[-1])
+        self.assertIn("scenarios.fenced.events[4].answer", done.stdout.splitlines()[-1])
+        self.assertEqual(output.read_bytes(), RESULTS.read_bytes())
+
+    def test_the_same_values_in_other_bytes_are_reproduced(self) -> None:
+        other = self.folder / "other.json"
+        other.write_text(json.dumps(json.loads(RESULTS.read_text(encoding="utf-8"))))
+        done = self.run_it("--check", other, "--quiet")
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("not the same bytes", done.stdout)
+
+    def test_an_unusable_archive_is_refused(self) -> None:
+        archives = {"missing": None, "empty": b"", "cut": RESULTS.read_bytes()[:-9], "list": b"[]"}
+        archives |= {"binary": b"\xff\x00", "deep": b"[" * 100_000, "number": b"1"}
+        for name, content in archives.items():
+            path = self.folder / name
+            if content is not None:
+                path.write_bytes(content)
+            with self.subTest(name):
+                self.assert_refused(self.run_it("unfenced", "--check", path), name)
+        self.assert_refused(self.run_it("unfenced", "--check", self.folder), str(self.folder))
+
+    def test_an_unusable_output_is_refused(self) -> None:
+        same = self.folder / "same.json"
+        same.write_bytes(RESULTS.read_bytes())
+        link = self.folder / "link.json"
+        link.hardlink_to(same)
+        for output in (same, self.folder / "." / "same.json", link):
+            self.assert_refused(self.run_it("--check", same, "--output", output), "--output")
+        self.assertEqual(same.read_bytes(), RESULTS.read_bytes())
+        self.assert_refused(self.run_it("--output", self.folder / "none" / "x.json"), "none")
+        self.assert_refused(self.run_it("--output", self.folder), "regular")
+        if os.path.exists(os.devnull) and os.name == "posix":
+            self.assert_refused(self.run_it("--output", os.devnull), "regular")
+            self.assertFalse(os.path.isfile(os.devnull))
+
+    def test_wrong_options_are_refused_in_one_line(self) -> None:
+        for arguments, word in (
+            (["--nonsense"], "--nonsense"),
+            (["nobody"], "nobody"),
+            (["--pause", "sleep"], "--pause"),
+            (["--check"], "--check"),
+            (["--che", str(RESULTS)], "--che"),
+            (["unfenced", "--output", "x.json"], "--output"),
+        ):
+            with self.subTest(arguments):
+                self.assert_refused(self.run_it(*arguments, cwd=self.folder), word)
+        self.assertEqual(list(self.folder.iterdir()), [])
+
+    def test_c20_from_standard_input_it_names_the_cause(self) -> None:
+        source = (HERE / "run_experiment.py").read_text(encoding="utf-8")
+        done = self.run_it("-", script=None, input=source, cwd=HERE)
+        self.assert_refused(done, "from its file")
+        self.assertEqual(done.stdout, "")
+
+    def test_c20_from_elsewhere_by_name_and_optimized_it_runs(self) -> None:
+        odd = self.folder / "a b#c \u00e9"
+        odd.mkdir()
+        for name in ("leases.py", "run_experiment.py"):
+            shutil.copy(HERE / name, odd)
+        common = ("unfenced", "--check", RESULTS, "--quiet")
+        copied = {"script": odd / "run_experiment.py"}
+        for options in (
+            {"cwd": self.folder},
+            {"cwd": odd, "python": ["-m", "run_experiment"], "script": None},
+            {"python": ["-O"]},
+            {**copied, "cwd": self.folder},
+            {**copied, "env": {**os.environ, "TMPDIR": str(odd), "LC_ALL": "C"}},
+        ):
+            with self.subTest(options):
+                done = self.run_it(*common, **options)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+                self.assertIn("REPRODUCED", done.stdout)
+
+    def test_optimized_it_judges_the_same(self) -> None:
+        tampered = self.folder / "tampered.json"
+        tampered.write_text(RESULTS.read_text(encoding="utf-8").replace("true", "1"))
+        done = self.run_it("fenced", "--check", tampered, python=["-O"])
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("answer: 1 became true", done.stdout)
+
+    def test_a_reader_that_goes_away_is_no_traceback(self) -> None:
+        script = (
+            f"{sys.executable!r} {str(HERE / 'run_experiment.py')!r} fenced renewal | head -n 2"
+        )
+        done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=FOREVER)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    TROUBLE = """
+import sys, run_experiment as experiment
+def hang(stage):
+    stage.worker("A", "old", experiment.PLAIN).run(0, until="write")
+    print(stage.leases.parent.parent, flush=True)
+    sys.stdin.read()
+def die(stage):
+    a = stage.worker("A", "old", experiment.PLAIN)
+    a.run(0, until="write")
+    a.process.kill()
+    a.run(1)
+def wait(stage):
+    experiment.LIMIT = 0.05
+    stage.worker("A", "old", experiment.PLAIN).hear("write")
+def fail(stage):
+    stage.worker("A", "old", ("clock", "complete")).run(0)
+experiment.SCENARIOS = {"hang": hang, "die": die, "wait": wait, "fail": fail}
+sys.exit(experiment.main(sys.argv[1:]))
+"""
+
+    def trouble(self, *arguments: str) -> Any:
+        """Start the experiment with scenarios that go wrong."""
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(self.folder)}
+        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [sys.executable, "-c", self.TROUBLE, *arguments]
+        return subprocess.Popen(command, env=environment, text=True, **streams)
+
+    @unittest.skipUnless(os.name == "posix", "these signals are POSIX's")
+    def test_interrupted_or_killed_it_leaves_no_child(self) -> None:
+        for how, ending in itertools.product(("gate", "sigstop"), (signal.SIGINT, signal.SIGKILL)):
+            with self.subTest(how, ending=ending), self.trouble("hang", "--pause", how) as parent:
+                folder = Path(parent.stdout.readline().strip())
+                self.assertTrue(folder.is_relative_to(self.folder) and folder.exists(), folder)
+                parent.send_signal(ending)
+                # Its children have inherited these pipes, which end when the last of them has.
+                _, errors = parent.communicate(timeout=FOREVER)
+                if ending == signal.SIGINT:
+                    told = (130, "run_experiment.py: interrupted\n", False)
+                else:
+                    told = (-signal.SIGKILL, "", True)
+                self.assertEqual((parent.returncode, errors, folder.exists()), told)
+
+    def test_a_child_that_dies_or_fails_or_hangs_fails_the_run(self) -> None:
+        for scenario, words in {
+            "die": "A died with exit code -9 before it could",
+            "wait": "waited 0.05 s for A to write",
+            "fail": "A did not end its work, but failed: TypeError: lease must be a Lease",
+        }.items():
+            with self.subTest(scenario), self.trouble(scenario) as parent:
+                out, errors = parent.communicate(timeout=FOREVER)
+                self.assertEqual(parent.returncode, 2, errors)
+                self.assertIn(words, errors)
+                self.assertEqual((len(errors.splitlines()), out), (1, ""))
+        self.assertEqual(list(self.folder.iterdir()), [])
 
 
 if __name__ == "__main__":
