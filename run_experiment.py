@@ -419,7 +419,8 @@ def run(options: argparse.Namespace) -> Document:
             if not options.quiet:
                 show(name, scenarios[name])
     if not options.quiet and len(scenarios) > 1:
-        show_matrix(scenarios)
+        print()
+        print_table(matrix(scenarios))
     return {"scenarios": scenarios}
 
 
@@ -812,16 +813,15 @@ def verdict(result: Document) -> str:
     return f"{line}; stale writes refused: {found['refused']}"
 
 
-def show_matrix(scenarios: Document) -> None:
-    """Show all scenarios, a line each."""
-    print()
+def matrix(scenarios: Document) -> list[list[str]]:
+    """Sum up all scenarios, a row each, under a row of headings."""
     found = {
         name if arm == name else f"{name}, {arm}": summary(result)
         for name, scenario in scenarios.items()
         for arm, result in arms_of(name, scenario).items()
     }
     heads = ["scenario", "lease table", "document", "refused", "overwritten"]
-    print_table([heads, *([name, *map(str, row.values())] for name, row in found.items())])
+    return [heads, *([name, *map(str, row.values())] for name, row in found.items())]
 
 
 if __name__ == "__main__":

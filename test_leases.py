@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -1873,6 +1874,213 @@ sys.exit(experiment.main(sys.argv[1:]))
                 self.assertIn(words, errors)
                 self.assertEqual((len(errors.splitlines()), out), (1, ""))
         self.assertEqual(list(self.folder.iterdir()), [])
+
+
+# ---- The README
+
+
+def generated() -> dict[str, str]:
+    """Make the parts of the README that stand between `begin` and `end` marks."""
+    scenarios = json.loads(RESULTS.read_text(encoding="utf-8"))["scenarios"]
+    parts = {"results": results_table(scenarios), "guide": reading_guide()}
+    return parts | {name: diagram(scenarios[name]) for name in ("unfenced", "fenced")}
+
+
+def results_table(scenarios: Any) -> str:
+    head, *rows = run_experiment.matrix(scenarios)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+def diagram(result: Any) -> str:
+    """Draw a scenario's events as a Mermaid sequence diagram."""
+    lines = ["```mermaid", "sequenceDiagram", *map("    participant {}".format, "AB")]
+    lines += ["    participant L as lease table", "    participant D as document"]
+    for event in result["events"]:
+        receiver = "D" if event["call"] == "write" else "L"
+        asked, _, told = run_experiment.phrase(event).partition(": ")
+        lines.append(f"    {event['actor']}->>{receiver}: tick {event['tick']}: {asked}")
+        lines.append(f"    {receiver}-->>{event['actor']}: {told}")
+    lines.append(f"    Note over A,D: {run_experiment.verdict(result).replace(';', ',')}")
+    return "\n".join([*lines, "```"])
+
+
+def reading_guide() -> str:
+    """Count the lines, in fifties, at a reader's sixty a minute."""
+    what = {
+        "leases.py": "the library: statements, lease table, sink",
+        "run_experiment.py": "options, workers, scenarios, processes, what is shown",
+        "test_leases.py": "a class for each subject; names are sentences",
+    }
+    lines = ["| file | lines | minutes | what |", "| --- | --- | --- | --- |"]
+    for name, told in what.items():
+        count = round(len((HERE / name).read_text(encoding="utf-8").splitlines()) / 50) * 50
+        lines.append(f"| `{name}` | {count} | {round(count / 60)} | {told} |")
+    return "\n".join(lines)
+
+
+class ReadmeTest(DatabaseTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.readme = (HERE / "README.md").read_text(encoding="utf-8")
+        self.addCleanup(os.chdir, Path.cwd())
+        os.chdir(self.folder)
+        self.path = self.folder / "jobs.db"
+
+    def code(self) -> dict[str, Any]:
+        """Run all of the README's Python, in order, as one module."""
+        names: dict[str, Any] = {}
+        for block in re.findall(r"```python\n(.*?)```", self.readme, re.DOTALL):
+            exec(compile(block, "README.md", "exec"), names)
+        return names
+
+    def test_what_is_generated_is_what_stands_there(self) -> None:
+        for name, part in generated().items():
+            marked = f"<!-- begin {name} -->\n{part}\n<!-- end {name} -->"
+            self.assertTrue(marked in self.readme, f"README.md should have\n{marked}")
+
+    def test_it_is_short_and_names_every_scenario(self) -> None:
+        self.assertLess(len(re.sub(r"```.*?```", "", self.readme, flags=re.DOTALL).split()), 1500)
+        first_screen = self.readme[: self.readme.index("## ")]
+        for name in run_experiment.SCENARIOS:
+            self.assertIn(name, first_screen)
+            self.assertIn(f"`{name}`", self.readme[self.readme.index("中文") :])
+
+    def test_its_links_to_this_project_lead_somewhere(self) -> None:
+        for name in re.findall(r"`(\w+\.(?:py|json))`", self.readme):
+            self.assertTrue((HERE / name).is_file(), name)
+
+    def test_the_prototype_runs_a_job_once(self) -> None:
+        run_once = self.code()["run_once"]
+        self.assertEqual(run_once("report/1", "A", lambda lease: "text"), "done")
+        self.assertEqual(run_once("report/1", "B", lambda lease: "other"), "taken or done")
+        self.assertEqual(self.stored()[0][4], "text")
+        self.assertEqual(self.sunk(), [("report/1", 1, 1, 0, "text")])
+
+    def test_the_prototype_that_lost_says_so(self) -> None:
+        names = self.code()
+        names["now"] = iter([0, 30_000, 30_001, 30_002]).__next__
+
+        def overtaken(lease: Lease) -> str:
+            self.assertEqual(names["run_once"]("r", "B", lambda lease: "new"), "done")
+            return "old"
+
+        self.assertEqual(names["run_once"]("r", "A", overtaken), "lost")
+        self.assertEqual(self.sunk(), [("r", 2, 2, 0, "new")])
+
+    class Beats:
+        """Stands for the heartbeat's `stop`: each wait is a beat, and may do something."""
+
+        def __init__(self, *beats: Callable[[], object]) -> None:
+            self.beats, self.ended = list(beats), False
+
+        def wait(self, seconds: float) -> bool:
+            self.ended = not self.beats
+            if not self.ended:
+                self.beats.pop(0)()
+            return self.ended
+
+        def is_set(self) -> bool:
+            return self.ended
+
+    def beaten(self, *beats: Callable[[], object]) -> tuple[bool, list[Any]]:
+        """Beat at these moments from tick 0 on, ttl 10; answer whether it was lost, and the row."""
+        names, self.lost, self.tick = self.code(), threading.Event(), 0
+        names["now"] = lambda: self.tick
+        claimed = self.table().claim("r", "A", now=0, ttl=10)
+        names["beat"](claimed, 10, 3, self.Beats(*beats), self.lost)
+        return self.lost.is_set(), self.stored()
+
+    def at(self, tick: int, *also: Callable[[], object]) -> Callable[[], None]:
+        def moment() -> None:
+            self.tick = tick
+            for act in also:
+                act()
+
+        return moment
+
+    def test_the_heartbeat_keeps_the_lease_until_it_is_stopped(self) -> None:
+        found = self.beaten(self.at(9), self.at(18), self.at(27))
+        self.assertEqual(found, (False, [("r", "A", 1, 37, None)]))
+
+    def test_the_heartbeat_takes_a_busy_database_for_no_loss(self) -> None:
+        self.table()
+        other = self.plain()
+        busy, free = partial(other.execute, "BEGIN IMMEDIATE"), partial(other.execute, "ROLLBACK")
+        with waiting(Time()):
+            found = self.beaten(self.at(3, busy), self.at(6), self.at(9, free))
+        self.assertEqual(found, (False, [("r", "A", 1, 19, None)]))
+
+    def test_the_heartbeat_tells_of_a_deadline_that_has_passed(self) -> None:
+        self.table()
+        busy = partial(self.plain().execute, "BEGIN IMMEDIATE")
+        never = partial(self.fail, "went on after the deadline")
+        with waiting(Time()):
+            lost, rows = self.beaten(self.at(3, busy), self.at(6), self.at(10), never)
+        self.assertEqual((lost, rows), (True, [("r", "A", 1, 10, None)]))
+
+    def test_the_heartbeat_tells_of_a_lease_that_was_taken(self) -> None:
+        table = self.table()
+        take = partial(table.claim, "r", "B", now=20, ttl=90)
+        lost, rows = self.beaten(self.at(3), self.at(20, take), partial(self.fail, "went on"))
+        self.assertEqual((lost, rows), (True, [("r", "B", 2, 110, None)]))
+
+    def test_the_heartbeat_that_fails_tells_of_it(self) -> None:
+        with self.assertRaises(ValueError):
+            self.beaten(self.at(3), partial(int, "a bug"))
+        self.assertTrue(self.lost.is_set())
+
+    def test_the_heartbeat_is_stopped_with_its_block(self) -> None:
+        names = self.code()
+        claimed = self.table().claim("r", "A", now=names["now"](), ttl=30_000)
+        before = threading.active_count()
+        with names["heartbeat"](claimed) as lost:
+            self.assertEqual(threading.active_count(), before + 1)
+        self.assertEqual((threading.active_count(), lost.is_set()), (before, False))
+
+    def test_any_free_run_is_claimed_among_many(self) -> None:
+        names, table = self.code(), self.table()
+        names["now"] = lambda: 5
+        runs = [f"run/{number}" for number in range(4)]
+        table.complete(table.claim("run/0", "A", now=0, ttl=10), "", now=1)
+        table.claim("run/1", "A", now=0, ttl=10)
+        table.claim("run/2", "A", now=0, ttl=5)
+        claim_any = partial(names["claim_any"], table, runs, "B")
+        self.assertEqual(
+            [claim_any(), claim_any(), claim_any()],
+            [
+                Lease("run/2", "B", 2, 30_005),
+                Lease("run/3", "B", 1, 30_005),
+                None,
+            ],
+        )
+
+    def test_claiming_any_goes_on_where_another_was_faster(self) -> None:
+        names, table = self.code(), self.table()
+        ticks = iter([5])
+
+        def now() -> int:
+            for tick in ticks:
+                return tick
+            table.claim("run/0", "faster", now=5, ttl=10)
+            return 5
+
+        names["now"] = now
+        granted = names["claim_any"](table, ["run/0", "run/1"], "B")
+        self.assertEqual(granted.resource, "run/1")
+
+    def test_an_operation_happens_once_whoever_retries_it(self) -> None:
+        pay, sink = self.code()["pay"], self.sink()
+        for owner in (lease("A", 1), lease("A", 1), lease("B", 2)):
+            pay(sink, owner, "invoice 7", 100)
+        with self.assertRaises(Fenced):
+            pay(sink, lease("A", 1), "invoice 8", 100)
+        self.assertEqual(self.stored("SELECT * FROM payment"), [("invoice 7", 100)])
+
+    def test_a_files_pointer_never_goes_back(self) -> None:
+        publish, sink = self.code()["publish"], self.sink()
+        answers = [publish(sink, lease("A", epoch), self.folder, f"{epoch}") for epoch in (1, 2, 1)]
+        self.assertEqual(answers, ["written", "written", "stale"])
+        self.assertEqual((self.folder / sink.get("r").value).read_text(encoding="utf-8"), "2")
 
 
 if __name__ == "__main__":
