@@ -23,8 +23,9 @@ Assumed: workers send the epoch of their lease with each write; one lease table 
 resource; SQLite's locks work where the files lie (not on most network file systems).
 
 Not promised: that only one worker runs at any moment; that a write comes before its deadline;
-that a fence knows of a takeover before the new holder's first write reaches it; that an epoch is
-genuine (it is a number, no password); that a database put back to an older state remembers.
+that a fence knows of a takeover before the new holder's first write (`take_over` makes it known);
+that an epoch is genuine (it is a number, no password); that a database put back to an older state
+remembers (`reconcile` is for that).
 
 A lock excludes as long as its holder lives, and a holder that is paused stops everyone. A lease
 ends at its deadline whatever its holder does, so two workers can believe in it at once, and what
@@ -42,18 +43,22 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final, Literal, NamedTuple, TypeVar
 
 __all__ = [
     "Fenced",
     "FencedSink",
+    "Finding",
     "Lease",
+    "LeaseLost",
     "LeaseRow",
     "LeaseTable",
     "LeasesError",
     "Outcome",
     "SinkRow",
+    "reconcile",
+    "take_over",
 ]
 
 _Answer = TypeVar("_Answer")
@@ -97,6 +102,12 @@ WHERE resource = ? AND owner = ? AND epoch = ? AND deadline > ? AND result IS NU
 RENEW = "UPDATE lease SET deadline = max(deadline, ?)" + HELD
 COMPLETE = "UPDATE lease SET result = ?" + HELD
 RELEASE = "UPDATE lease SET deadline = 0" + HELD
+IS_HELD = "SELECT 1 FROM lease" + HELD
+ADVANCE = """
+INSERT INTO lease (resource, owner, epoch, deadline) VALUES (?, '', ?, 0)
+ON CONFLICT (resource) DO UPDATE SET epoch = excluded.epoch, deadline = 0
+WHERE lease.epoch < excluded.epoch AND lease.result IS NULL
+"""
 
 CREATE_SINK = """
 CREATE TABLE IF NOT EXISTS sink (
@@ -127,6 +138,20 @@ class LeasesError(Exception):
     """The base of this module's own errors."""
 
 
+class LeaseLost(LeasesError):
+    """A block was not run, since its lease is not held any more.
+
+    `resource`, `epoch` (the lease's) and `current` (the table's, 0 for no row) are attributes.
+    """
+
+    def __init__(self, resource: str, epoch: int, current: int) -> None:
+        super().__init__(resource, epoch, current)
+        self.resource, self.epoch, self.current = resource, epoch, current
+
+    def __str__(self) -> str:
+        return f"{self.resource!r}: epoch {self.epoch} is not held; the current is {self.current}"
+
+
 class Fenced(LeasesError):
     """A block was not run, since its epoch is below the sink's fence.
 
@@ -141,7 +166,7 @@ class Fenced(LeasesError):
         return f"{self.resource!r}: epoch {self.epoch} is below the fence, {self.fence}"
 
 
-Outcome = Literal["written", "replay", "conflict", "stale"]
+Outcome = Literal["written", "replay", "conflict", "passed", "stale", "sealed"]
 
 
 class Lease(NamedTuple):
@@ -171,6 +196,15 @@ class SinkRow(NamedTuple):
     epoch: int
     seq: int
     value: str | None
+
+
+class Finding(NamedTuple):
+    """What `reconcile` found behind: `what` is "lease", "fence", "value" or "exhausted"."""
+
+    resource: str
+    what: str
+    found: int
+    expected: int
 
 
 class _Database:
@@ -337,8 +371,10 @@ class LeaseTable(_Database):
 
     _table, _create, _columns = "lease", CREATE_LEASE, LeaseRow._fields
 
-    def claim(self, resource: str, owner: str, *, now: int, ttl: int) -> Lease | None:
-        """Take the resource until now + ttl ticks, in an epoch of its own.
+    def claim(
+        self, resource: str, owner: str, *, now: int, ttl: int, above: int = 0
+    ) -> Lease | None:
+        """Take the resource until now + ttl ticks, in an epoch of its own, higher than `above`.
 
         Answers None while a lease runs, also the same owner's (a name is no identity: to extend
         is `renew`), and for ever once a result is recorded; so name one run of a job, not the job.
@@ -347,13 +383,14 @@ class LeaseTable(_Database):
         """
         _check_name("resource", resource)
         _check_name("owner", owner)
+        _check_int("above", above, 0)
         deadline = _deadline(now, ttl)
 
         def decide() -> Lease | None:
             row = self._row(resource)
             if row is not None and (row.result is not None or row.deadline > now):
                 return None
-            epoch = (0 if row is None else row.epoch) + 1
+            epoch = max(above, row.epoch if row is not None else 0) + 1
             if epoch > LARGEST:
                 raise OverflowError(f"the epoch of {resource!r} can't be raised any more")
             self._execute(GRANT, (resource, owner, epoch, deadline))
@@ -405,6 +442,31 @@ class LeaseTable(_Database):
         held = _held(lease, now)
         return self._transact(lambda: self._execute(RELEASE, held).rowcount == 1)
 
+    def advance(self, resource: str, epoch: int) -> bool:
+        """Raise a resource's epoch and end its lease; False if it is that high or completed.
+
+        What `seal` is to a sink. A resource that was never claimed gets a row that nobody owns.
+        """
+        _check_name("resource", resource)
+        _check_int("epoch", epoch, 1)
+        return self._transact(lambda: self._execute(ADVANCE, (resource, epoch)).rowcount == 1)
+
+    def guard(self, lease: Lease, *, now: int) -> AbstractContextManager[sqlite3.Connection]:
+        """Check the lease and run the block's own SQL in one transaction of this database.
+
+        For data that lives beside the lease table: no fence is needed where the table itself is
+        asked in the write's own transaction. Raises LeaseLost without running the block unless
+        the lease is held at `now`. For the block hold the rules of `FencedSink.transaction`.
+        """
+        held = _held(lease, now)
+
+        def admit() -> None:
+            if self._execute(IS_HELD, held).fetchone() is None:
+                row = self._row(lease.resource)
+                raise LeaseLost(lease.resource, lease.epoch, row.epoch if row is not None else 0)
+
+        return self._block(admit)
+
     def get(self, resource: str) -> LeaseRow | None:
         """Read a resource's row, or None. What it says may be over before you act on it."""
         _check_name("resource", resource)
@@ -432,22 +494,44 @@ class FencedSink(_Database):
 
     _table, _create, _columns = "sink", CREATE_SINK, SinkRow._fields
 
-    def write(self, resource: str, epoch: int, value: str) -> Outcome:
+    def write(self, resource: str, epoch: int, value: str, *, seq: int = 0) -> Outcome:
         """Store the value unless a higher epoch has been here, and say what became of it.
 
+        `seq` orders the writes of one term, from 0; left at 0, a term writes one value.
+
         "written": stored, and the fence is now `epoch`. "stale": the epoch is below the fence,
-        the lease behind it is lost. "replay": this term's value is there already, and is equal.
-        "conflict": this term has written another value. Only "written" changes anything.
+        the lease behind it is lost. "replay": the same write is there already. "conflict": this
+        term has written another value at this seq. "passed": a later write of the same term is
+        there, and the lease is as good as before. Only "written" changes anything.
         """
         _check_name("resource", resource)
         _check_int("epoch", epoch, 1)
         _check_text("value", value)
+        _check_int("seq", seq, 0)
 
         def decide() -> Outcome:
-            outcome = _outcome(self._row(resource), epoch, value)
+            outcome = _outcome(self._row(resource), epoch, seq, value)
             if outcome == "written":
-                self._execute(STORE, (resource, epoch, epoch, 0, value))
+                self._execute(STORE, (resource, epoch, epoch, seq, value))
             return outcome
+
+        return self._transact(decide)
+
+    def seal(self, resource: str, epoch: int) -> Outcome:
+        """Raise the fence to `epoch` without writing, so that lower epochs are refused from now.
+
+        "sealed": this call raised it. "replay": it stood there already. "stale": it is higher.
+        The value stays as it is, and the new term can still write at seq 0: it has written nothing.
+        """
+        _check_name("resource", resource)
+        _check_int("epoch", epoch, 1)
+
+        def decide() -> Outcome:
+            fence = self._fence(resource)
+            if epoch > fence:
+                self._execute(RAISE_FENCE, (resource, epoch))
+                return "sealed"
+            return "replay" if epoch == fence else "stale"
 
         return self._transact(decide)
 
@@ -473,10 +557,10 @@ class FencedSink(_Database):
         _check_int("epoch", epoch, 1)
 
         def admit() -> None:
-            row = self._row(resource)
-            if row is not None and epoch < row.fence:
-                raise Fenced(resource, epoch, row.fence)
-            if row is None or epoch > row.fence:
+            fence = self._fence(resource)
+            if epoch < fence:
+                raise Fenced(resource, epoch, fence)
+            if epoch > fence:
                 self._execute(RAISE_FENCE, (resource, epoch))
 
         return self._block(admit)
@@ -495,15 +579,89 @@ class FencedSink(_Database):
         row = self._execute(SINK_ROW, (resource,)).fetchone()
         return None if row is None else SinkRow._make(row)
 
+    def _fence(self, resource: str) -> int:
+        row = self._row(resource)
+        return 0 if row is None else row.fence
 
-def _outcome(row: SinkRow | None, epoch: int, value: str) -> Outcome:
-    """Judge an offer against the sink's row: the one place where the fence decides."""
+
+def take_over(
+    leases: LeaseTable, sink: FencedSink, resource: str, owner: str, *, now: int, ttl: int
+) -> Lease | None:
+    """Claim a resource and seal its sink, so that from its return on no older write is accepted.
+
+    None if the claim was refused, or if somebody else got in between. Once epoch n has been
+    returned, no write below n is ever accepted by that sink, and nobody else is ever handed n, as
+    long as one lease table decides and no database is put back (see `reconcile`).
+
+    An error of the sealing goes on after the lease was given back; if that fails too, the lease
+    ends at its deadline. Raises OverflowError when the last epoch there is has been used.
+    """
+    row = sink.get(resource)
+    lease = leases.claim(resource, owner, now=now, ttl=ttl, above=0 if row is None else row.fence)
+    if lease is None:
+        return None
+    try:
+        outcome = sink.seal(resource, lease.epoch)
+    except BaseException:
+        with suppress(Exception):
+            leases.release(lease, now=now)
+        raise
+    if outcome == "stale":  # somebody newer was faster
+        leases.release(lease, now=now)
+    # "replay": the epoch is somebody else's too, handed out by an older state of the lease table
+    # or by a second one. Nothing is given back then, since what stands there might be theirs.
+    return lease if outcome == "sealed" else None
+
+
+def reconcile(leases: LeaseTable, sink: FencedSink, *, margin: int = 1000) -> list[Finding]:
+    """Put lease table and sink right after either was, or both were, restored from a backup.
+
+    Run it before workers are let in. Where no result is recorded, the epochs of both are raised
+    to `margin` above the higher one: every lease handed out before is over, and epochs that the
+    restore has lost stay below. Where one is, the fence is raised to its epoch.
+
+    Answers what was behind the other, ordered by resource: "lease" or "fence", with the epoch
+    found (0 for no row) and the one it has now; "value" where a result is recorded but the sink
+    holds no value of its epoch (found: the value's, 0 for none), for a person to look at; and
+    "exhausted" where the margin does not fit below 2**63, which is left as it is.
+
+    It can't know a resource that is on record on neither side, nor that more than `margin` epochs
+    of one resource were lost, the margins of earlier calls among them. So make a new backup after
+    it, and put an older one back only with a margin larger than all before together. Put a file
+    back by SQLite's backup call, or while nobody has it open and without its -wal and -shm files.
+    """
+    _check_int("margin", margin, 1)
+    leased = {row.resource: (row.epoch, row.result is not None) for row in leases.rows()}
+    fenced = {row.resource: (row.fence, row.epoch) for row in sink.rows()}
+    findings = []
+    for resource in sorted({*leased, *fenced}):
+        epoch, completed = leased.get(resource, (0, False))
+        fence, written = fenced.get(resource, (0, 0))
+        target = epoch if completed else max(epoch, fence) + margin
+        if target > LARGEST:
+            findings.append(Finding(resource, "exhausted", max(epoch, fence), LARGEST))
+            continue
+        leases.advance(resource, target)
+        sink.seal(resource, target)
+        if epoch < fence and not completed:
+            findings.append(Finding(resource, "lease", epoch, target))
+        if fence < epoch:
+            findings.append(Finding(resource, "fence", fence, target))
+        if completed and written != epoch:
+            findings.append(Finding(resource, "value", written, epoch))
+    return findings
+
+
+def _outcome(row: SinkRow | None, epoch: int, seq: int, value: str) -> Outcome:
+    """Judge an offer against the sink's row: the one place where a write is decided."""
     if row is None or epoch > row.fence:
         return "written"
     if epoch < row.fence:
         return "stale"
-    if row.epoch < epoch:  # this term has raised the fence, but has written nothing yet
+    if row.epoch < epoch or row.seq < seq:  # this term was only sealed, or its write is newer
         return "written"
+    if row.seq > seq:
+        return "passed"
     return "replay" if value == row.value else "conflict"
 
 

@@ -4,10 +4,14 @@
     python3 run_experiment.py unfenced fenced        run and show these two
     python3 run_experiment.py --check results.json   run everything and compare it with the archive
 
-Worker A claims a resource and is paused, B takes over, A goes on. Each worker is a process of its
-own with connections of its own, and is paused by a gate before one of its calls, or by a signal
-(`--pause sigstop`). No clock and no sleep decides about an order: a process goes on when the one
-before it has said that it is paused or has ended.
+In the scenarios worker A claims a resource and is paused, B takes over, A goes on. Each worker is
+a process of its own with connections of its own, and is paused by a gate before one of its calls,
+or by a signal (`--pause sigstop`). No clock and no sleep decides about an order: a process goes on
+when the one before it has said that it is paused or has ended.
+
+The tables say which strategy gives which guarantee. Every interleaving of two workers' calls and
+the clock's ticks is run on the real leases.py, without a restore and with one, and each guarantee
+is judged after every call, since a worker may never go on.
 
 Exit status: 0 reproduced (or nothing was to be compared), 1 different, 2 could not run.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,13 +31,24 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache, partial
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from leases import Fenced, FencedSink, Lease, LeaseTable
+from leases import (
+    Fenced,
+    FencedSink,
+    Lease,
+    LeaseLost,
+    LeaseTable,
+    SinkRow,
+    reconcile,
+    take_over,
+)
 
 LIMIT = 15.0  # seconds that anything is waited for
 RESOURCE, TTL = "report", 10
@@ -42,17 +58,19 @@ Scenario = Callable[["Stage"], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenarios, show them, archive them, compare them; answer with the exit status."""
+    """Run what was asked for, show it, archive it, compare it; answer with the exit status."""
     options = parse(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # names may be odd
     try:
         archived, began = load(options.check), time.perf_counter()
+        if options.output:
+            place(options.output)
         document = run(options)
         if options.output:
             save(document, options.output)
         print(
-            f"\n{len(document['scenarios'])} scenarios in {time.perf_counter() - began:.1f} s, "
+            f"\n{', '.join(document)} in {time.perf_counter() - began:.1f} s, "
             f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {sys.platform}"
         )
         return judge(archived, document, options)
@@ -94,6 +112,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--check", metavar="FILE", type=Path, help="compare with this archive")
     add("--output", metavar="FILE", type=Path, help="archive the results in this file")
     add("--pause", choices=("gate", "sigstop"), default="gate", help="how a worker is paused")
+    add("--workers", type=int, choices=(2, 3), default=2, help="how many the tables are for")
     add("--quiet", action="store_true", help="show only the verdict")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.scenario if name not in SCENARIOS]:
@@ -104,9 +123,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--output may not be the file that --check compares with")
     if options.pause == "sigstop" and not hasattr(signal, "SIGSTOP"):
         parser.error("--pause sigstop needs POSIX signals")
+    if options.workers == 3 and (options.scenario or options.check or options.output):
+        parser.error("--workers 3 is for the tables alone, and is not archived")
     if not os.path.isfile(globals().get("__file__", "")):
         parser.error("run it from its file: the processes that it spawns import that file again")
-    options.scenario = [name for name in SCENARIOS if name in (options.scenario or SCENARIOS)]
+    options.tables = not options.scenario
+    wanted = options.scenario or SCENARIOS if options.workers == 2 else ()
+    options.scenario = [name for name in SCENARIOS if name in wanted]
     return options
 
 
@@ -120,9 +143,19 @@ def same_file(one: Path, other: Path) -> bool:
 # ---- Archiving and comparing
 
 
-def text(document: object) -> str:
-    """Write a document as results.json has it."""
-    return json.dumps(document, indent=1) + "\n"
+def text(node: object, margin: int = 0) -> str:
+    """Write a document as results.json has it: whatever fits in a line stands in one."""
+    line = json.dumps(node)
+    if len(line) + margin <= 200 or not isinstance(node, (dict, list)) or not node:
+        return line
+    left, right = "{}" if isinstance(node, dict) else "[]"
+    named = node.items() if isinstance(node, dict) else ((None, child) for child in node)
+    parts = [
+        (f"{json.dumps(name)}: " if name is not None else "") + text(child, margin + 1)
+        for name, child in named
+    ]
+    space = "\n" + " " * (margin + 1)
+    return f"{left}{space}{f',{space}'.join(parts)}{space[:-1]}{right}"
 
 
 def load(path: Path | None) -> tuple[Document, str] | None:
@@ -139,15 +172,23 @@ def load(path: Path | None) -> tuple[Document, str] | None:
     return document, written
 
 
-def save(document: Document, path: Path) -> None:
-    """Archive a document in one step, so that no reader ever finds half of it."""
+def place(path: Path) -> Path:
+    """Say early where an archive can't be written; answer where it goes."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         raise ExperimentError(f"can't write {path}: it is no regular file")
+    if not os.access(target.parent, os.W_OK):
+        raise ExperimentError(f"can't write {path}: its folder is missing or not to be written")
+    return target
+
+
+def save(document: Document, path: Path) -> None:
+    """Archive a document in one step, so that no reader ever finds half of it."""
+    target = place(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         with part.open("x", encoding="ascii", newline="\n") as file:
-            file.write(text(document))
+            file.write(text(document) + "\n")
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
@@ -165,45 +206,44 @@ def judge(
         print("nothing was compared (--check FILE compares)")
         return 0
     expected, written = archived
-    everything = list(document["scenarios"]) == list(SCENARIOS)
-    if not everything:
+    if not options.tables:
         scenarios = expected.get("scenarios")
         if isinstance(scenarios, dict):
             scenarios = {key: scenarios[key] for key in document["scenarios"] if key in scenarios}
         expected = {"scenarios": scenarios}
-    difference = first_difference(expected, document)
-    if difference:
-        old, new = (text(side).splitlines(keepends=True) for side in (expected, document))
+    if difference := first_difference(expected, document):
+        old, new = (f"{text(side)}\n".splitlines(keepends=True) for side in (expected, document))
         sys.stdout.writelines(difflib.unified_diff(old, new, str(options.check), "this run"))
         print(colored(f"DIFFERENT from {options.check}, first at {difference}", RED))
         return 1
-    part = "all of it" if everything else ", ".join(document["scenarios"])
+    part = "all of it" if options.tables else ", ".join(document["scenarios"])
     print(colored(f"REPRODUCED: {options.check} ({part})", GREEN))
-    if everything and written != text(document):
+    if options.tables and written != text(document) + "\n":
         print("the same values, though not the same bytes")
     return 0
 
 
 def first_difference(expected: object, found: object, path: str = "") -> str | None:
     """Name the first leaf in which two parsed documents differ, types included, or None."""
-    if type(expected) is not type(found):
-        return f"{path or 'the top'}: {brief(expected)} became {brief(found)}"
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in [*expected, *(key for key in found if key not in expected)]:
-            step = f"{path}.{key}" if path else str(key)
-            if key not in found or key not in expected:
-                return f"{step}: {'missing now' if key in expected else 'not in the archive'}"
-            if difference := first_difference(expected[key], found[key], step):
-                return difference
-    elif isinstance(expected, list) and isinstance(found, list):
-        for index, (one, other) in enumerate(zip(expected, found, strict=False)):
-            if difference := first_difference(one, other, f"{path}[{index}]"):
-                return difference
-        if len(expected) != len(found):
-            return f"{path}: {len(expected)} items became {len(found)}"
-    elif expected != found:
-        return f"{path or 'the top'}: {brief(expected)} became {brief(found)}"
+    old, new = parts(expected), parts(found)
+    if type(expected) is not type(found) or (not old and not new and expected != found):
+        return f"{path.lstrip('.') or 'the top'}: {brief(expected)} became {brief(found)}"
+    for step in {**old, **new}:
+        if step not in old or step not in new:
+            what = "is not in the archive" if step in new else "is missing now"
+            return f"{(path + step).lstrip('.')}: {what}"
+        if difference := first_difference(old[step], new[step], path + step):
+            return difference
     return None
+
+
+def parts(node: object) -> Document:
+    """Give what an object or a list holds, by the step that leads to it."""
+    if isinstance(node, dict):
+        return {f".{key}": child for key, child in node.items()}
+    return {
+        f"[{place}]": child for place, child in enumerate(node if isinstance(node, list) else ())
+    }
 
 
 def brief(leaf: object) -> str:
@@ -212,44 +252,80 @@ def brief(leaf: object) -> str:
     return written if len(written) <= 60 else f"{written[:57]}..."
 
 
-# ---- The workers: small programs of steps over the library's calls, the same for every strategy
+# ---- The workers: small programs of steps over the library's calls, the same wherever they run
 
 
 class Memory(NamedTuple):
     """What a worker keeps in mind from one step to the next."""
 
-    value: str
     owner: str
+    value: str
+    ttl: int = 10
     now: int = 0  # the clock as last read
-    lease: Lease | None = None
-
-
-class Crash(Exception):
-    """A worker's own failure inside a block."""
+    lease: Any = None
 
 
 def claim(memory: Memory, leases: Any, sink: Any) -> Memory:
     """Claim the resource; without a lease the worker ends."""
-    lease = leases.claim(RESOURCE, memory.owner, now=memory.now, ttl=TTL)
-    return memory._replace(lease=lease)
+    return memory._replace(
+        lease=leases.claim(RESOURCE, memory.owner, now=memory.now, ttl=memory.ttl)
+    )
+
+
+def taking_over(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Claim the resource and seal the sink."""
+    return memory._replace(
+        lease=take_over(leases, sink, RESOURCE, memory.owner, now=memory.now, ttl=memory.ttl)
+    )
 
 
 def renew(memory: Memory, leases: Any, sink: Any) -> Memory:
     """Renew the lease; careless, the worker goes on with the old one if that is refused."""
-    lease = leases.renew(memory.lease, now=memory.now, ttl=TTL)
+    lease = leases.renew(memory.lease, now=memory.now, ttl=memory.ttl)
     return memory._replace(lease=lease or memory.lease)
 
 
 def check(memory: Memory, leases: Any, sink: Any) -> Memory:
     """Ask the lease table whether the lease is still valid, and end if it is not."""
-    row, lease = leases.get(RESOURCE), memory.lease
-    valid = lease and row.epoch == lease.epoch and memory.now < row.deadline
+    row = leases.get(RESOURCE)
+    valid = row.epoch == memory.lease.epoch and memory.now < row.deadline
     return memory if valid else memory._replace(lease=None)
 
 
 def write(memory: Memory, leases: Any, sink: Any) -> Memory:
     """Send the value to the sink; careless, the worker goes on if that is refused."""
-    sink.write(RESOURCE, memory.lease.epoch if memory.lease else 0, memory.value)
+    sink.write(RESOURCE, memory.lease.epoch, memory.value)
+    return memory
+
+
+def guarded(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Write the value beside the lease table, in a transaction that checks the lease."""
+    leases.guard(memory.lease, store_document(memory.value), now=memory.now)
+    return memory
+
+
+def fenced_block(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Write the value beside the sink's fence, in one transaction with it."""
+    sink.transaction(RESOURCE, memory.lease.epoch, store_document(memory.value))
+    return memory
+
+
+def crash(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Do the same, and fail before the commit."""
+    statements = store_document(memory.value)
+    sink.transaction(RESOURCE, memory.lease.epoch, statements, fails=True)
+    return memory
+
+
+def find(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Read the fence, and the document as the fence's own epoch sees it."""
+    sink.transaction(RESOURCE, sink.get(RESOURCE).fence, ("SELECT value FROM document",))
+    return memory
+
+
+def invent(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Write with an epoch that nobody was granted."""
+    sink.write(RESOURCE, 1_000_000, memory.value)
     return memory
 
 
@@ -259,45 +335,92 @@ def complete(memory: Memory, leases: Any, sink: Any) -> Memory:
     return memory
 
 
-def document(memory: Memory, leases: Any, sink: Any, *, fails: bool = False) -> Memory:
-    """Write the value into a table of the worker's own, in one transaction with the fence."""
-    with sink.transaction(RESOURCE, memory.lease.epoch if memory.lease else 0) as block:
-        block.execute("CREATE TABLE IF NOT EXISTS document (resource TEXT PRIMARY KEY, value TEXT)")
-        block.execute(
-            f"INSERT INTO document VALUES ('{RESOURCE}', '{memory.value}') "
-            "ON CONFLICT (resource) DO UPDATE SET value = excluded.value"
-        )
-        if fails:
-            raise Crash
+def release(memory: Memory, leases: Any, sink: Any) -> Memory:
+    """Give the lease back."""
+    leases.release(memory.lease, now=memory.now)
     return memory
 
 
-def crash(memory: Memory, leases: Any, sink: Any) -> Memory:
-    """Do the same, and fail before the commit."""
-    with suppress(Crash):
-        document(memory, leases, sink, fails=True)
-    return memory
+def store_document(value: str) -> tuple[str, ...]:
+    """Give the statements that write a value into a table of the worker's own."""
+    return (
+        "CREATE TABLE IF NOT EXISTS document (resource TEXT PRIMARY KEY, value TEXT)",
+        f"INSERT INTO document VALUES ('{RESOURCE}', '{value}') "
+        "ON CONFLICT (resource) DO UPDATE SET value = excluded.value",
+    )
 
 
-def find(memory: Memory, leases: Any, sink: Any) -> Memory:
-    """Read the fence, and the table of the worker's own as the newest epoch sees it."""
-    row = sink.get(RESOURCE)
-    with sink.transaction(RESOURCE, row.fence) as block:
-        block.execute("SELECT value FROM document")
-    return memory
-
-
-STEPS = {
-    step.__name__: step for step in (claim, renew, check, write, complete, document, crash, find)
+Step = Callable[[Memory, Any, Any], Memory]
+CLOCK = "clock"  # reading the clock is a step of its own: `now` is what the worker last read
+Program = tuple["Step | str", ...]
+STRATEGIES: dict[str, Program] = {
+    "unfenced": (CLOCK, claim, write, CLOCK, complete),
+    "check_then_write": (CLOCK, claim, CLOCK, check, write, CLOCK, complete),
+    "fenced": (CLOCK, claim, write, CLOCK, complete),
+    "sealed": (CLOCK, taking_over, write, CLOCK, complete),
+    "guarded": (CLOCK, claim, CLOCK, guarded, CLOCK, complete),
 }
-PLAIN = ("clock", "claim", "write", "clock", "complete")
-CHECKING = ("clock", "claim", "clock", "check", "write", "clock", "complete")
+UNFENCED = ("unfenced", "check_then_write")
+POSITIONAL = {
+    "claim": ("resource", "owner"),
+    "renew": ("lease",),
+    "complete": ("lease", "result"),
+    "release": ("lease",),
+    "guard": ("lease", "sql"),
+    "advance": ("resource", "epoch"),
+    "get": ("resource",),
+    "write": ("resource", "epoch", "value"),
+    "seal": ("resource", "epoch"),
+    "transaction": ("resource", "epoch", "sql"),
+    "rows": (),
+}
+
+
+class Calls:
+    """Stands for a lease table or a sink: hands each call on by its name and its arguments."""
+
+    def __init__(self, make: Callable[[str, Document], Any]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*positional: Any, **named: Any) -> Any:
+            given = zip(POSITIONAL[name], positional, strict=False)
+            return self._make(name, {**dict(given), **named})
+
+        return call
+
+
+class Crash(Exception):
+    """A worker's own failure inside a block."""
+
+
+def perform(
+    store: Any, name: str, arguments: Document, admitted: Callable[[Any], object] = lambda _: None
+) -> Any:
+    """Make a call. A block runs its statements, tells what it has read, and says how it ended."""
+    if "sql" not in arguments:
+        return getattr(store, name)(**arguments)
+    known = {key: value for key, value in arguments.items() if key not in ("sql", "fails")}
+    try:
+        with getattr(store, name)(**known) as connection:
+            cursors = [connection.execute(statement) for statement in arguments["sql"]]
+            read = [row for cursor in cursors if cursor.description for row in cursor.fetchall()]
+            admitted(read)
+            if arguments.get("fails"):
+                raise Crash
+    except Crash:
+        return "rolled back"
+    except (Fenced, LeaseLost) as refused:
+        return "fenced" if isinstance(refused, Fenced) else "lost"
+    except sqlite3.Error:
+        return "error"
+    return "committed"
 
 
 class UnfencedSink:
     """A sink that takes whatever arrives last. It is here to be shown to fail."""
 
-    def __init__(self, database: str) -> None:
+    def __init__(self, database: str | Path) -> None:
         self.connection = sqlite3.connect(database, isolation_level=None)
         self.connection.execute(
             "CREATE TABLE IF NOT EXISTS sink (resource TEXT PRIMARY KEY, epoch INTEGER, value TEXT)"
@@ -308,6 +431,12 @@ class UnfencedSink:
         self.connection.execute("REPLACE INTO sink VALUES (?, ?, ?)", (resource, epoch, value))
         return "written"
 
+    def get(self, resource: str) -> SinkRow | None:
+        """Read what was stored; there is no fence."""
+        read = "SELECT resource, 0, epoch, 0, value FROM sink WHERE resource = ?"
+        row = self.connection.execute(read, (resource,)).fetchone()
+        return row and SinkRow._make(row)
+
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
@@ -316,10 +445,9 @@ class UnfencedSink:
 # ---- The scenarios: who goes on when, and how far; nothing here says what is answered
 
 
-def overtaken(stage: Stage, program: tuple[str, ...] = PLAIN, *, fenced: bool = True) -> None:
+def overtaken(stage: Stage, strategy: str) -> None:
     """Pause A before its write, let B do all of the work, let A go on."""
-    a = stage.worker("A", "old", program, fenced=fenced)
-    b = stage.worker("B", "new", program, fenced=fenced)
+    a, b = stage.worker("A", "old", strategy), stage.worker("B", "new", strategy)
     a.run(0, until="write")
     b.run(10)
     a.run(11)
@@ -327,24 +455,23 @@ def overtaken(stage: Stage, program: tuple[str, ...] = PLAIN, *, fenced: bool = 
 
 def unfenced(stage: Stage) -> None:
     """Nobody checks: the document goes back while the lease table says that all is well."""
-    overtaken(stage, fenced=False)
+    overtaken(stage, "unfenced")
 
 
 def fenced(stage: Stage) -> None:
     """The same schedule with a sink that checks."""
-    overtaken(stage)
+    overtaken(stage, "fenced")
 
 
 def check_then_write(stage: Stage) -> None:
     """A asks the lease table just before its write, and is paused just after the answer."""
-    overtaken(stage, CHECKING, fenced=False)
+    overtaken(stage, "check_then_write")
 
 
-def window(stage: Stage) -> None:
+def window(stage: Stage, takes: Step = claim) -> None:
     """The fence learns of B's epoch only by B's first write: until then A's is accepted."""
-    program = ("clock", "claim", "write", "write", "clock", "complete")
-    a = stage.worker("A", "old", program)
-    b = stage.worker("B", "new", PLAIN)
+    a = stage.worker("A", "old", "fenced", (CLOCK, takes, write, write, CLOCK, complete))
+    b = stage.worker("B", "new", "fenced", (CLOCK, takes, write, CLOCK, complete))
     a.run(0, until="write")
     b.run(10, until="write")
     a.run(11, until="write")
@@ -352,45 +479,108 @@ def window(stage: Stage) -> None:
     a.run(11)
 
 
+def sealed(stage: Stage) -> None:
+    """The same schedule with take_over: the fence knows of B before B has written anything."""
+    window(stage, taking_over)
+
+
 def rolled_back(stage: Stage) -> None:
-    """The fence and the value are one transaction: after an exception neither has stayed."""
-    stage.worker("A", "old", ("clock", "claim", "document")).run(0)
-    stage.worker("B", "new", ("clock", "claim", "crash")).run(10)
+    """The fence and the document are one transaction: after an exception neither has stayed."""
+    stage.worker("A", "old", "fenced", (CLOCK, claim, fenced_block)).run(0)
+    stage.worker("B", "new", "fenced", (CLOCK, claim, crash)).run(10)
     retried(stage)
 
 
 def killed(stage: Stage) -> None:
     """The same when the process is killed just before the commit."""
-    stage.worker("A", "old", ("clock", "claim", "document")).run(0)
-    b = stage.worker("B", "new", ("clock", "claim", "document"))
-    b.run(10, until="commit")
+    stage.worker("A", "old", "fenced", (CLOCK, claim, fenced_block)).run(0)
+    stage.worker("B", "new", "fenced", (CLOCK, claim, fenced_block)).run(10, until="commit")
     stage.kill("B", 10)
     retried(stage)
 
 
 def retried(stage: Stage) -> None:
     """Let another process look at what B left, and send B's write again."""
-    stage.worker("C", "new", ("find", "document"), lease=Lease(RESOURCE, "B", 2, 20)).run(11)
+    b = Lease(RESOURCE, "B", 2, 20)
+    stage.worker("C", "new", "fenced", (find, fenced_block), lease=b).run(11)
 
 
 def renewal(stage: Stage) -> None:
     """A renewal moves the deadline, not the epoch; at the deadline the lease is over."""
-    program = ("clock", "claim", "clock", "renew", "clock", "renew", "complete")
-    a = stage.worker("A", "old", (*program, "clock", "renew", "write", "complete"))
-    a.run(0, until="clock")
-    a.run(5, until="clock")
-    stage.worker("B", "new", ("clock", "claim")).run(10)
-    a.run(15, until="clock")
-    stage.worker("B", "new", ("clock", "claim")).run(15)
-    stage.worker("C", "newer", PLAIN, owner="A").run(25)
+    renewing = (CLOCK, claim, CLOCK, renew, CLOCK, renew, complete)
+    a = stage.worker("A", "old", "fenced", (*renewing, CLOCK, renew, write, complete))
+    a.run(0, until=CLOCK)
+    a.run(5, until=CLOCK)
+    stage.worker("B", "new", "fenced", (CLOCK, claim)).run(10)
+    a.run(15, until=CLOCK)
+    stage.worker("B", "new", "fenced", (CLOCK, claim)).run(15)
+    stage.worker("C", "newer", "fenced", owner="A").run(25)
     a.run(26)
 
 
 def two_files(stage: Stage) -> None:
     """The fenced schedule again, the sink in a file of its own: it needs no lease table."""
-    overtaken(stage)
+    overtaken(stage, "fenced")
 
 
+def paused_before(strategy: str, call: str) -> Scenario:
+    """Pause A before one of its calls, let B run to its end, let A go on."""
+
+    def scenario(stage: Stage) -> None:
+        a, b = stage.worker("A", "old", strategy), stage.worker("B", "new", strategy)
+        a.run(0, until=call)
+        b.run(10)
+        a.run(11)
+
+    return scenario
+
+
+def paused_inside(stage: Stage, *, kill: bool) -> None:
+    """Pause A inside a transaction: B finds the sink busy, changes nothing, and tries again."""
+    a = stage.worker("A", "old", "fenced", (CLOCK, claim, fenced_block))
+    b = stage.worker("B", "new", "fenced", (CLOCK, claim, fenced_block, fenced_block), timeout=0.1)
+    a.run(0, until="commit")
+    b.run(10, until="transaction")
+    b.run(10, until="transaction")
+    if kill:
+        stage.kill("A", 11)
+    else:
+        a.run(11)
+    b.run(11)
+
+
+def restored(stage: Stage, *, mend: bool) -> None:
+    """Put a backup of the sink back under a stopped worker, with reconcile and without."""
+    a, b = stage.worker("A", "old", "fenced"), stage.worker("B", "new", "fenced")
+    a.run(0, until="write")
+    with closing(sqlite3.connect(":memory:")) as backup:
+        stage.copy("backup", 5, backup)
+        b.run(10)
+        stage.copy("put_back", 11, backup)
+    if mend:
+        with LeaseTable(stage.leases) as leases, FencedSink(stage.fenced) as sink:
+            found = [finding._asdict() for finding in reconcile(leases, sink)]
+        stage.events.append(Event(11, "operator", "reconcile", {}, found))
+    a.run(12)
+
+
+def invented(stage: Stage) -> None:
+    """An epoch is no password: a million shuts the holder out, and take_over gets above it."""
+    a, b = stage.worker("A", "old", "fenced"), stage.worker("B", "new", "sealed")
+    a.run(0, until="write")
+    stage.worker("C", "invented", "fenced", (invent,), lease=Lease(RESOURCE, "C", 1, 10)).run(5)
+    a.run(6, until=CLOCK)
+    b.run(10)
+    a.run(11)
+
+
+PAUSES = {
+    "unfenced": ("claim", "write", "complete"),
+    "check_then_write": ("claim", "get", "write", "complete"),
+    "fenced": ("claim", "write", "complete"),
+    "sealed": ("get", "claim", "seal", "write", "complete"),
+    "guarded": ("claim", "guard", "complete"),
+}
 SCENARIOS: dict[str, Scenario | dict[str, Scenario]] = {
     "unfenced": unfenced,
     "fenced": fenced,
@@ -399,29 +589,46 @@ SCENARIOS: dict[str, Scenario | dict[str, Scenario]] = {
     "rollback": {"exception": rolled_back, "killed": killed},
     "renewal": renewal,
     "two_files": two_files,
+    "sealed": sealed,
+    "every_pause": {
+        **{
+            f"{strategy} before {call}": paused_before(strategy, call)
+            for strategy, calls in PAUSES.items()
+            for call in calls
+        },
+        "inside a transaction, going on": partial(paused_inside, kill=False),
+        "inside a transaction, killed": partial(paused_inside, kill=True),
+    },
+    "restored": {
+        "as it is": partial(restored, mend=False),
+        "reconciled": partial(restored, mend=True),
+    },
+    "invented": invented,
 }
+APART = ("two_files", "every_pause", "restored")  # the sink is in a file of its own
 
 
 def run(options: argparse.Namespace) -> Document:
-    """Run the scenarios one after the other, showing each as soon as it has ended."""
-    scenarios: Document = {}
+    """Run the scenarios one after the other, then the search, showing each as soon as it ends."""
+    document: Document = {}
     with ExitStack() as ending:
         folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="leases-"))
         actors = Troupe(options.pause, ending)
+        if options.scenario:
+            document["scenarios"] = {}
         for number, name in enumerate(options.scenario, 1):
             progress(f"{number} of {len(options.scenario)}: {name}", options)
-            arms = {}
+            arms: Document = {}
             for arm, scenario in arms_of(name, SCENARIOS[name]).items():
-                stage = Stage(Path(folder, f"{name}-{arm}"), actors, apart=name == "two_files")
-                arms[arm] = stage.play(scenario)
-            scenarios[name] = arms.get(name, arms)
+                own = Path(folder, f"{number} {len(arms)}")
+                arms[arm] = Stage(own, actors, apart=name in APART).play(scenario)
+            document["scenarios"][name] = arms.get(name, arms)
             progress("", options)
             if not options.quiet:
-                show(name, scenarios[name])
-    if not options.quiet and len(scenarios) > 1:
-        print()
-        print_table(matrix(scenarios))
-    return {"scenarios": scenarios}
+                show(name, document["scenarios"][name])
+        if options.tables:
+            document |= search(actors, options)
+    return document
 
 
 # ---- The stage: processes, the gate that pauses them, and what they report
@@ -433,7 +640,7 @@ class Event(NamedTuple):
     tick: int
     actor: str
     call: str
-    arguments: Document
+    arguments: Any
     answer: Any
 
 
@@ -441,11 +648,12 @@ class Job(NamedTuple):
     """A worker's program, what it has in mind, and where its lease table and its sink are."""
 
     actor: str
-    program: tuple[str, ...]
+    program: Program
     memory: Memory
     leases: Path
     sink: Path
     fenced: bool
+    timeout: float
 
 
 class Stage:
@@ -460,14 +668,21 @@ class Stage:
         self.events: list[Event] = []
 
     def worker(
-        self, actor: str, value: str, program: tuple[str, ...], *, fenced: bool = True, **known: Any
+        self,
+        actor: str,
+        value: str,
+        strategy: str,
+        program: Program = (),
+        timeout: float = 5.0,
+        **known: Any,
     ) -> Actor:
         """Give an actor its work, and what it knows beforehand; it begins with its first `run`."""
-        sink = self.fenced if fenced else self.unfenced
         memory = Memory(value=value, **{"owner": actor, **known})
-        self.actors[actor].begin(
-            Job(actor, program, memory, self.leases, sink, fenced), self.events
-        )
+        fenced = strategy not in UNFENCED
+        sink = self.fenced if fenced else self.unfenced
+        program = program or STRATEGIES[strategy]
+        job = Job(actor, program, memory, self.leases, sink, fenced, timeout)
+        self.actors[actor].begin(job, self.events)
         return self.actors[actor]
 
     def kill(self, actor: str, tick: int) -> None:
@@ -475,20 +690,26 @@ class Stage:
         process = self.actors.pop(actor).process
         process.kill()
         process.join(LIMIT)
-        self.events.append(Event(tick, actor, "fail", {"by": "kill"}, "killed"))
+        self.events.append(Event(tick, actor, "kill", {}, "killed"))
+
+    def copy(self, what: str, tick: int, backup: sqlite3.Connection) -> None:
+        """Back the sink's file up, or put the backup back, by SQLite's own backup call."""
+        with closing(sqlite3.connect(self.fenced)) as sink:
+            source, target = (sink, backup) if what == "backup" else (backup, sink)
+            source.backup(target)
+        self.events.append(Event(tick, "operator", what, {"of": "sink"}, None))
 
     def play(self, scenario: Scenario) -> Document:
         """Run a scenario; answer with its events and what the tables hold at its end."""
         scenario(self)
         sink = self.unfenced if self.unfenced.exists() else self.fenced
-        tables = {
+        document = rows(self.fenced, "document") or rows(self.leases, "document")
+        return {
+            "events": [event._asdict() for event in self.events],
             "lease": rows(self.leases, "lease"),
             "sink": rows(sink, "sink"),
-            "document": rows(self.fenced, "document"),
+            **({"document": document} if document else {}),
         }
-        if not tables["document"]:
-            del tables["document"]
-        return {"events": [event._asdict() for event in self.events], **tables}
 
 
 class Actor:
@@ -510,6 +731,8 @@ class Actor:
 
     def begin(self, job: Job, events: list[Event]) -> None:
         """Take a job, and the record to report to."""
+        if not self.idle:
+            raise ExperimentError(f"{self.name} was given a job before its last had ended")
         self.events, self.idle = events, False
         self.send(job)
 
@@ -533,7 +756,7 @@ class Actor:
         with self.living("take its orders"):
             self.pipe.send(message)
 
-    def hear(self, expected: str) -> object:
+    def hear(self, expected: str) -> Any:
         """Wait for the process's next message."""
         if not self.pipe.poll(LIMIT):
             raise ExperimentError(f"waited {LIMIT:g} s for {self.name} to {expected}")
@@ -589,40 +812,42 @@ def child(pipe: Connection) -> None:
     """Do one job after the other until the parent closes the pipe, or dies."""
     if POSIX:
         os.setpgrp()  # the kernel ends a stopped process of such a group when its parent has died
-    gate = Gate(pipe)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         while True:
             job = pipe.recv()
-            gate.wait()
             try:
-                work(job, gate)
+                pipe.send(work(job, pipe) if isinstance(job, Job) else explore(job, pipe.send))
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                raise
             except Exception as error:
                 pipe.send(f"failed: {type(error).__name__}: {error}")
-            else:
-                pipe.send("end its work")
 
 
-def work(job: Job, gate: Gate) -> None:
+def work(job: Job, pipe: Connection) -> str:
     """Do a worker's steps, each call through the gate."""
-    opened: Any = FencedSink(job.sink) if job.fenced else UnfencedSink(str(job.sink))
-    with LeaseTable(job.leases) as table, closing(opened):
-        leases, sink = (Recorder(gate, job.actor, store) for store in (table, opened))
+    gate = Gate(pipe, job.actor)
+    options = {"timeout": job.timeout}
+    opened: Any = FencedSink(job.sink, **options) if job.fenced else UnfencedSink(job.sink)
+    with LeaseTable(job.leases, **options) as table, closing(opened):
+        leases, sink = (Calls(partial(gate.call, store)) for store in (table, opened))
         memory = job.memory
         for step in job.program:
-            if step == "clock":
-                gate.reach("clock")
-                memory = memory._replace(now=gate.tick)
-            else:
-                memory = STEPS[step](memory, leases, sink)
+            if callable(step):
+                memory = step(memory, leases, sink)
                 if memory.lease is None:
                     break
+            else:
+                gate.reach(step)
+                memory = memory._replace(now=gate.tick)
+    return "end its work"
 
 
 class Gate:
-    """Where a worker is paused: before the call that the parent has named."""
+    """Where a worker is paused, before the call that the parent has named, and what it reports."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe: Connection, actor: str) -> None:
+        self.pipe, self.actor = pipe, actor
+        self.wait()
 
     def wait(self) -> None:
         """Wait to be told the tick, and before which call to pause next."""
@@ -636,67 +861,33 @@ class Gate:
             self.wait()
         self.resumed = False
 
+    def call(self, store: Any, name: str, arguments: Document) -> Any:
+        """Make a call and report it; a block is reported as it is admitted and as it ends."""
+        self.reach(name)
+        reported: tuple[str, Document] = (name, arguments)
 
-POSITIONAL = {
-    "claim": ("resource", "owner"),
-    "renew": ("lease",),
-    "complete": ("lease", "result"),
-    "get": ("resource",),
-    "write": ("resource", "epoch", "value"),
-}
+        def admitted(read: object) -> None:
+            nonlocal reported
+            self.report(*reported, read or "admitted")
+            reported = ("rollback" if arguments.get("fails") else "commit", {})
+            self.reach("commit")
 
+        answer = perform(store, name, arguments, admitted)
+        self.report(*reported, answer)
+        return answer
 
-class Recorder:
-    """A lease table or a sink whose calls go through the gate and are reported to the parent."""
-
-    def __init__(self, gate: Gate, actor: str, store: Any) -> None:
-        self.gate, self.actor, self.store = gate, actor, store
-
-    def report(self, call: str, arguments: Document, answer: object) -> None:
+    def report(self, name: str, arguments: Document, answer: object) -> None:
         """Tell the parent what was asked and answered."""
-        arguments = {name: plain(value) for name, value in arguments.items()}
-        event = Event(self.gate.tick, self.actor, call, arguments, plain(answer))
-        self.gate.pipe.send(event)
-
-    def __getattr__(self, call: str) -> Callable[..., Any]:
-        def made(*positional: Any, **named: Any) -> Any:
-            self.gate.reach(call)
-            answer = getattr(self.store, call)(*positional, **named)
-            self.report(
-                call, {**dict(zip(POSITIONAL[call], positional, strict=True)), **named}, answer
-            )
-            return answer
-
-        return made
-
-    @contextmanager
-    def transaction(self, resource: str, epoch: int) -> Iterator[Recorder]:
-        """Report a block: its beginning, its statements and its end."""
-        self.gate.reach("transaction")
-        arguments = {"resource": resource, "epoch": epoch}
-        try:
-            with self.store.transaction(resource, epoch) as connection:
-                self.report("transaction", arguments, "admitted")
-                yield Recorder(self.gate, self.actor, connection)
-                self.gate.reach("commit")
-            self.report("commit", {}, "committed")
-        except Fenced:
-            self.report("transaction", arguments, "fenced")
-        except Crash:
-            self.report("fail", {"by": "exception"}, "raised")
-            raise
-
-    def execute(self, sql: str) -> None:
-        """Run and report a statement of a block, with the rows that it reads."""
-        self.gate.reach("execute")
-        cursor = self.store.execute(sql)
-        answer = [list(row) for row in cursor.fetchall()] if cursor.description else None
-        self.report("execute", {"sql": sql}, answer)
+        self.pipe.send(Event(self.tick, self.actor, name, plain(arguments), plain(answer)))
 
 
 def plain(value: Any) -> Any:
     """Make of a call's argument or answer what JSON can hold."""
-    return value._asdict() if hasattr(value, "_asdict") else value
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: plain(child) for key, child in value.items()}
+    return [plain(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
 def rows(path: Path, table: str) -> list[Document]:
@@ -707,6 +898,490 @@ def rows(path: Path, table: str) -> list[Document]:
             return []
         connection.row_factory = sqlite3.Row
         return [dict(row) for row in connection.execute(f"SELECT * FROM {table} ORDER BY resource")]
+
+
+# ---- The guarantees, each a predicate over what a call has just done
+
+
+class Past(NamedTuple):
+    """What the guarantees need to know of the calls before."""
+
+    announced: tuple[int, ...] = ()  # the epochs whose takeover was announced to a worker
+    accepted: int = 0  # the highest epoch of an accepted write
+    named: bool = False  # reconcile has named the resource as "value"
+    broken: tuple[str, ...] = ()
+
+
+class Moment(NamedTuple):
+    """What a call has just done; `epoch` is that of a write that was accepted, else 0."""
+
+    past: Past
+    tick: int
+    result: str | None
+    value: str | None
+    epoch: int = 0
+    deadline: int = 0
+    announced: int = 0
+
+
+def split(now: Moment) -> bool:
+    """The lease table holds one worker's result, the sink another's value, and nobody was told."""
+    both = now.result is not None and now.value is not None
+    return both and now.result != now.value and not now.past.named
+
+
+def overwrite(now: Moment) -> bool:
+    """An accepted write has a lower epoch than one accepted before it."""
+    return 0 < now.epoch < now.past.accepted
+
+
+def beaten(now: Moment) -> bool:
+    """An accepted write has a lower epoch than a takeover announced before it."""
+    return 0 < now.epoch < max(now.past.announced, default=0)
+
+
+def late(now: Moment) -> bool:
+    """An accepted write came at or after its own lease's deadline."""
+    return now.epoch > 0 and now.deadline <= now.tick
+
+
+def twice(now: Moment) -> bool:
+    """One epoch was announced to two workers."""
+    return now.announced in now.past.announced
+
+
+def stuck(world: World, leases: Half, sink: Half, strategy: str) -> list[Event]:
+    """A fresh worker alone, past every deadline, can't claim, write and complete at its first try.
+
+    Answers its calls, if it is stuck in a state of unfinished work with these rows.
+    """
+    halves, events = {"leases": leases, "sink": sink}, list[Event]()
+    world.live(Memory("C", "c"), STRATEGIES[strategy], halves, 100, events)
+    return [] if result_of(halves) == value_of(halves) == "c" else events
+
+
+GUARANTEES = {
+    "split": split,
+    "overwrite": overwrite,
+    "window": beaten,
+    "late": late,
+    "twice": twice,
+}
+IDS = (*GUARANTEES, "stuck")
+
+
+@cache
+def judged(now: Moment) -> Past:
+    """Note what a moment has broken, and what the next ones need to know of it."""
+    past = now.past
+    broken = (name for name, rule in GUARANTEES.items() if name in past.broken or rule(now))
+    announced = sorted({*past.announced, now.announced} - {0})
+    return Past(tuple(announced), max(past.accepted, now.epoch), past.named, tuple(broken))
+
+
+# ---- The search: every interleaving of the workers' calls and the clock's ticks
+
+
+Half = tuple[Any, "str | None"]  # a store's row, and the document beside it
+Halves = dict[str, Half]
+LAST, SHORT = 3, 2  # the ticks are 0 to 3, a ttl is 2
+CASES = ("lease", "sink", "both")
+
+
+class Row(NamedTuple):
+    """A row of the tables: a strategy, and what of it is put back, with reconcile or without."""
+
+    strategy: str
+    case: str = ""
+    mended: bool = False
+    workers: int = 2
+
+
+class Call(NamedTuple):
+    """A call that can be compared with others and made again."""
+
+    store: str
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+
+
+class World:
+    """The real stores: each distinct call on each distinct row is made once, and remembered.
+
+    A call is one transaction and depends on nothing but its arguments and its row. A row is never
+    written: it is reached, on a resource of its own, by the calls that led to it.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        sink: Any = UnfencedSink if strategy in UNFENCED else FencedSink
+        self.stores: dict[str, Any] = {"leases": LeaseTable(":memory:"), "sink": sink(":memory:")}
+        self.reader = None
+        if strategy == "guarded":  # the document is read as it is written: under a lease
+            self.reader = self.stores["leases"].claim("reader", "reader", now=0, ttl=1)
+            self.read_document(*store_document("")[:1])
+        self.start = {store: self.read(store, "nothing") for store in self.stores}
+        self.paths: dict[Any, list[Call]] = {(*start,): [] for start in self.start.items()}
+        self.known: dict[tuple[Half, Call], tuple[Any, Half]] = {}
+
+    def close(self) -> None:
+        """Close the stores."""
+        for store in self.stores.values():
+            store.close()
+
+    def read_document(self, sql: str) -> list[Any]:
+        """Run a statement beside the lease table; answer the rows that it reads."""
+        found: list[Any] = []
+        block = {"lease": self.reader, "sql": (sql,), "now": 0}
+        perform(self.stores["leases"], "guard", block, found.extend)
+        return found
+
+    def read(self, store: str, resource: str) -> Half:
+        """Read a resource's row, and the document that is beside it in the same database."""
+        row = renamed(self.stores[store].get(resource), resource, RESOURCE)
+        if store == "sink" or not self.reader:
+            return row, None
+        found = self.read_document(f"SELECT value FROM document WHERE resource = '{resource}'")
+        return row, found[0][0] if found else None
+
+    def make(self, half: Half, call: Call) -> tuple[Any, Half]:
+        """Answer a call on a row, and give the row that it leaves."""
+        if (half, call) not in self.known:
+            path, resource = self.paths[call.store, half], f"{RESOURCE} {len(self.known)}"
+            for one in (*path, call):
+                arguments = renamed(dict(one.arguments), RESOURCE, resource)
+                answer = perform(self.stores[call.store], one.name, arguments)
+            left = self.read(call.store, resource)
+            self.known[half, call] = renamed(answer, resource, RESOURCE), left
+            self.paths.setdefault((call.store, left), [*path, call])
+        return self.known[half, call]
+
+    def alone(self, actor: str, halves: Halves, tick: int, events: list[Event]) -> list[Calls]:
+        """Give a lease table and a sink whose calls are made at once, on halves that change."""
+
+        def make(store: str, name: str, arguments: Document) -> Any:
+            if name == "rows":
+                return filter(None, halves[store][:1])
+            call = Call(store, name, tuple(arguments.items()))
+            answer, halves[store] = self.make(halves[store], call)
+            events.append(Event(tick, actor, name, arguments, answer))
+            return answer
+
+        return [Calls(partial(make, store)) for store in halves]
+
+    def live(
+        self, memory: Memory, program: Program, halves: Halves, tick: int, events: list[Event]
+    ) -> None:
+        """Run a worker alone to its end, at one tick."""
+        leases, sink = self.alone(memory.owner, halves, tick, events)
+        memory = memory._replace(now=tick)
+        for step in program:
+            memory = step(memory, leases, sink) if callable(step) else memory
+            if callable(step) and not memory.lease:
+                break
+
+
+def renamed(value: Any, old: str, new: str) -> Any:
+    """Put another resource into a call's arguments or its answer."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {key: renamed(child, old, new) for key, child in value.items()}
+    if hasattr(value, "_replace"):
+        return value._replace(resource=new)
+    return tuple(renamed(child, old, new) for child in value) if type(value) is tuple else value
+
+
+def result_of(halves: Halves) -> str | None:
+    """Read the result that is on record."""
+    row = halves["leases"][0]
+    return row.result if row else None
+
+
+def value_of(halves: Halves) -> str | None:
+    """Read the document's value, wherever the strategy keeps it."""
+    row, document = halves["sink"][0], halves["leases"][1]
+    return row.value if row else document
+
+
+class Worker(NamedTuple):
+    """A worker between two of its calls; `age` only grows, and orders the states."""
+
+    memory: Memory
+    program: Program = ()  # what is left of it
+    answers: tuple[Any, ...] = ()  # those of the step that it is in
+    age: int = 0
+
+
+class Unanswered(BaseException):
+    """Stops a step at its first call without an answer; a handler for errors doesn't keep it."""
+
+
+@cache
+def attempt(worker: Worker) -> tuple[Call | None, Memory]:
+    """Run a worker's step anew on its answers; give its first call without one, or its end."""
+    answers, unanswered = list(worker.answers), list[Call]()
+
+    def make(store: str, name: str, arguments: Document) -> Any:
+        if answers:
+            return answers.pop(0)
+        unanswered.append(Call(store, name, tuple(arguments.items())))
+        raise Unanswered
+
+    step: Any = worker.program[0]
+    try:
+        memory = step(worker.memory, *(Calls(partial(make, store)) for store in ("leases", "sink")))
+    except Unanswered:
+        return unanswered[0], worker.memory  # what a handler asks for on the way does not count
+    return None, memory
+
+
+@cache
+def answered(worker: Worker, answer: Any) -> tuple[Worker, int]:
+    """Go on with an answer; give the worker, and the epoch that it has been announced, or 0.
+
+    What is of no use any more is forgotten, so that equal states merge.
+    """
+    worker = worker._replace(answers=(*worker.answers, answer), age=worker.age + 1)
+    call, memory = attempt(worker)
+    if call:
+        return worker, 0
+    announced = memory.lease.epoch if memory.lease and not worker.memory.lease else 0
+    left = worker.program[1:]
+    if not left or not memory.lease:
+        return Worker(Memory(memory.owner, memory.value), age=1000), announced
+    return Worker(memory._replace(now=0), left, (), worker.age // 10 * 10 + 10), announced
+
+
+class State(NamedTuple):
+    """All that can matter for what comes."""
+
+    tick: int
+    leases: Half
+    sink: Half
+    workers: tuple[Worker, ...]
+    past: Past
+    saved: tuple[Half | None, ...] = (None, None)  # the backups of lease table and sink
+    restored: bool = False
+
+    def age(self) -> int:
+        """Grows with every move, so that the graph of states has no cycles."""
+        age = self.tick + (9 if self.restored else 2 - self.saved.count(None))
+        for worker in self.workers:
+            age += worker.age
+        return age
+
+
+class Node(NamedTuple):
+    """The shortest way to a state."""
+
+    length: int = 0
+    before: Node | None = None
+    event: Event | None = None
+
+
+class Search:
+    """The search of one row of the tables."""
+
+    def __init__(self, row: Row, world: World) -> None:
+        self.row, self.world = row, world
+        self.stale = False  # a stale write was attempted
+        self.states = 0
+        self.counts = {name: [0, 0] for name in IDS}  # schedules (for stuck: states); the broken
+        self.shortest: dict[str, tuple[Node, list[Event]]] = {}
+        self.stuck = cache(partial(stuck, world, strategy=row.strategy))
+
+    def beginnings(self) -> Iterator[State]:
+        """Give the states to begin in: each worker renews or does not, or there is a past.
+
+        Before a restore, a predecessor has claimed, written and released, and nobody renews.
+        """
+        program, halves, past = STRATEGIES[self.row.strategy], dict(self.world.start), Past()
+        programs = [program, (*program[:2], CLOCK, renew, *program[2:])]
+        if self.row.case:
+            predecessor = Memory("P", "p", SHORT)
+            self.world.live(predecessor, (*program[:3], release), halves, 0, [])
+            past, programs = Past(announced=(1,), accepted=1), [program]
+        for chosen in itertools.product(programs, repeat=self.row.workers):
+            memories = (Memory(name, name.lower(), SHORT) for name in "ABC")
+            workers = tuple(map(Worker, memories, chosen))
+            yield State(0, halves["leases"], halves["sink"], workers, past)
+
+    def moves(self, state: State) -> Iterator[tuple[Event | None, State]]:
+        """Give everything that can happen next."""
+        if state.tick < LAST:
+            yield None, state._replace(tick=state.tick + 1)
+        for place, worker in enumerate(state.workers):
+            if not worker.program:
+                continue
+            if worker.program[0] == CLOCK:
+                memory = worker.memory._replace(now=state.tick)
+                read = Worker(memory, worker.program[1:], (), worker.age + 10)
+                yield None, state._replace(workers=put(state.workers, place, read))
+            else:
+                yield self.called(state, place, worker)
+        if self.row.case and not state.restored:
+            yield from self.restores(state)
+
+    def called(self, state: State, place: int, worker: Worker) -> tuple[Event, State]:
+        """Let a worker make its next call, and judge the guarantees."""
+        tick, leases, sink, workers, past, saved, restored = state
+        call, _ = attempt(worker)
+        if call is None:
+            raise ExperimentError(f"a step of {worker.memory.owner} makes no call")
+        if call.store == "leases":
+            answer, leases = self.world.make(leases, call)
+        else:
+            answer, sink = self.world.make(sink, call)
+        went_on, announced = answered(worker, answer)
+        epoch, deadline = worker.memory.lease[2:] if worker.memory.lease else (0, 0)
+        if call.name in ("write", "guard") and epoch < max(past.announced):
+            self.stale = True
+        if answer not in ("written", "committed"):
+            epoch = 0
+        halves = {"leases": leases, "sink": sink}
+        said = (result_of(halves), value_of(halves))
+        past = judged(Moment(past, tick, *said, epoch, deadline, announced))
+        event = Event(tick, worker.memory.owner, call.name, call.arguments, answer)
+        return event, State(tick, leases, sink, put(workers, place, went_on), past, saved, restored)
+
+    def restores(self, state: State) -> Iterator[tuple[Event, State]]:
+        """Take a backup of each store that is put back, once, and put them back, once."""
+        tick, halves = state.tick, (state.leases, state.sink)
+        wanted = [name for name in ("lease", "sink") if self.row.case in (name, "both")]
+        missing = [
+            place
+            for place, name in enumerate(("lease", "sink"))
+            if name in wanted and not state.saved[place]
+        ]
+        for place in missing:
+            saved = put(state.saved, place, halves[place])
+            asked = (("of", ("lease", "sink")[place]),)
+            yield Event(tick, "operator", "backup", asked, None), state._replace(saved=saved)
+        if not missing:
+            back = [saved or half for saved, half in zip(state.saved, halves, strict=True)]
+            after = dict(zip(("leases", "sink"), back, strict=True))
+            call, found, past = "put_back", None, state.past
+            if self.row.mended:
+                call, events = "put_back, reconcile", list[Event]()
+                stores: Any = self.world.alone("operator", after, tick, events)
+                found = reconcile(*stores)
+                past = past._replace(named="value" in [finding.what for finding in found])
+            past = judged(Moment(past, tick, result_of(after), value_of(after)))
+            asked = (("of", self.row.case),)
+            leases, sink = after.values()
+            event = Event(tick, "operator", call, asked, found)
+            yield event, State(tick, leases, sink, state.workers, past, restored=True)
+
+    def run(self, tell: Callable[[int], object]) -> Document:
+        """Go through the states by age, and give the row's cells.
+
+        When a state is reached, all that lead to it have been: the count of the schedules that do,
+        and the shortest of them, are final.
+        """
+        ages: dict[int, dict[State, tuple[int, Node]]] = {}
+        for state in self.beginnings():
+            ages.setdefault(state.age(), {})[state] = 1, Node()
+        while ages:
+            for state, (count, node) in ages.pop(min(ages)).items():
+                self.note(state, node)
+                if self.states % 20_000 == 0:
+                    tell(self.states)
+                ended = True
+                for event, after in self.moves(state):
+                    ended = False
+                    there = ages.setdefault(after.age(), {})
+                    before, known = there.get(after, (0, None))
+                    if known is None or node.length + 1 < known.length:
+                        known = Node(node.length + 1, node, event)
+                    there[after] = before + count, known
+                if ended:
+                    for name in GUARANTEES:
+                        self.counts[name][0] += count
+                        self.counts[name][1] += count * (name in state.past.broken)
+        return {name: self.cell(name) for name in IDS}
+
+    def note(self, state: State, node: Node) -> None:
+        """Note what is broken in a state, and the shortest way to it."""
+        self.states += 1
+        broken: dict[str, list[Event]] = {name: [] for name in state.past.broken}
+        if result_of({"leases": state.leases}) is None:
+            self.counts["stuck"][0] += 1
+            if alone := self.stuck(state.leases, state.sink):
+                self.counts["stuck"][1] += 1
+                broken["stuck"] = alone
+        for name, alone in broken.items():
+            if name not in self.shortest or node.length < self.shortest[name][0].length:
+                self.shortest[name] = node, alone
+
+    def cell(self, name: str) -> Document:
+        """Give the verdict on a guarantee, its counts, and a shortest schedule that breaks it."""
+        verdict = "holds" if self.stale else "unknown"
+        events: list[Event] = []
+        if name in self.shortest:
+            verdict, (node, alone) = "broken", self.shortest[name]
+            while node.before:
+                events[:0] = [node.event] if node.event else []
+                node = node.before
+            events += alone
+        told = [plain(event._replace(arguments=dict(event.arguments))) for event in events]
+        schedules, broken = self.counts[name]
+        return {"verdict": verdict, "schedules": schedules, "broken": broken, "shortest": told}
+
+
+def put(items: tuple[Any, ...], place: int, item: object) -> tuple[Any, ...]:
+    """Give the tuple with another item in one place."""
+    return (*items[:place], item, *items[place + 1 :])
+
+
+def explore(row: Row, tell: Callable[[int], object] = lambda _: None) -> tuple[Document, int, int]:
+    """Search a row: its cells, how many states it has, and how many calls were really made."""
+    with closing(World(row.strategy)) as world:
+        search = Search(row, world)
+        return search.run(tell), search.states, len(world.known)
+
+
+def search(actors: dict[str, Actor], options: argparse.Namespace) -> Document:
+    """Search all rows, side by side in two processes, and show both tables."""
+    cases = list(itertools.product(("fenced", "sealed"), CASES, (False, True)))
+    waiting = [Row(strategy, workers=options.workers) for strategy in STRATEGIES]
+    waiting += [Row(*case, options.workers) for case in cases]
+    waiting.sort(key=lambda row: row.case == "both")  # the largest come last, and are taken first
+    found: dict[Row, tuple[Document, int, int]] = {}
+    running: dict[Any, tuple[Actor, Row]] = {}
+    idle, states = [actors["A"], actors["B"]], dict.fromkeys(waiting, 0)
+    while waiting or running:
+        while idle and waiting:
+            actor, row = idle.pop(), waiting.pop()
+            actor.send(row)
+            running[actor.pipe] = actor, row
+        done = f"{len(found)} of {len(states)} rows, {sum(states.values())} states"
+        progress(f"searching: {done}", options)
+        ready = wait_for(list(running), LIMIT)
+        if not ready:
+            raise ExperimentError(f"waited {LIMIT:g} s for the search, after {done}")
+        for pipe in ready:
+            actor, row = running[pipe]
+            message = actor.hear(f"search {row}")
+            if isinstance(message, str):
+                raise ExperimentError(f"the search of {row} {message}")
+            if isinstance(message, int):
+                states[row] = message
+            else:
+                found[row], states[row] = message, message[1]
+                idle.append(running.pop(pipe)[0])
+    progress("", options)
+    tables: Document = {"guarantees": {}, "restores": {"fenced": {}, "sealed": {}}}
+    for strategy in STRATEGIES:
+        tables["guarantees"][strategy] = found[Row(strategy, workers=options.workers)][0]
+    for strategy, case, mended in cases:
+        cells = found[Row(strategy, case, mended, options.workers)][0]
+        tables["restores"][strategy][f"{case}_reconciled" if mended else case] = cells
+    if not options.quiet:
+        show_tables(tables)
+    schedules = sum(cells["split"]["schedules"] for cells, _, _ in found.values())
+    calls = sum(made for _, _, made in found.values())
+    print(f"\n{schedules} schedules, {sum(states.values())} states, {calls} calls really made")
+    return tables
 
 
 # ---- Showing it
@@ -734,12 +1409,71 @@ def arms_of(name: str, scenario: Any) -> dict[str, Any]:
 
 
 def show(name: str, scenario: Document) -> None:
-    """Show a scenario as lanes, each arm with its verdict."""
-    for arm, result in arms_of(name, scenario).items():
+    """Show a scenario: each arm as lanes with its verdict, or many arms with a verdict each."""
+    arms = arms_of(name, scenario)
+    if len(arms) > 2:
+        print("\n" + colored(name, BOLD))
+        print_table([["A paused", "outcome"], *([arm, verdict(arms[arm])] for arm in arms)])
+        return
+    for arm, result in arms.items():
+        told = arms_of(name, SCENARIOS[name])[arm]
         print("\n" + colored(name if arm == name else f"{name}, {arm}", BOLD))
-        print(getattr(arms_of(name, SCENARIOS[name])[arm], "__doc__", ""))
-        print_table(lanes(result))
-        print(colored(verdict(result), RED if summary(result)["overwritten"] else GREEN))
+        print(getattr(told, "func", told).__doc__)
+        print_table(lanes(result["events"]))
+        print(colored(verdict(result), RED if lost(result) else GREEN))
+
+
+LETTERS = {"holds": "H", "broken": "b", "unknown": "?"}
+
+
+def letters(cells: Document) -> list[str]:
+    """Give a row of verdicts as letters."""
+    return [LETTERS[cells[name]["verdict"]] for name in IDS]
+
+
+def guarantee_table(tables: Document) -> list[list[str]]:
+    """Give the first table: which strategy gives which guarantee."""
+    found = tables["guarantees"].items()
+    return [["strategy", *IDS], *([name, *letters(cells)] for name, cells in found)]
+
+
+def restore_table(tables: Document) -> list[list[str]]:
+    """Give the second table: what is left of it after a restore, and after reconcile."""
+    table = [["strategy, put back", *IDS, "with `reconcile`"]]
+    for strategy, cases in tables["restores"].items():
+        unharmed = letters(tables["guarantees"][strategy])
+        for case in CASES:
+            mended = letters(cases[f"{case}_reconciled"])
+            told = "as if nothing had been put back" if mended == unharmed else " ".join(mended)
+            table.append([f"{strategy}, {case}", *letters(cases[case]), told])
+    return table
+
+
+def show_tables(tables: Document) -> None:
+    """Show a shortest schedule for each way in which a guarantee breaks, and both tables."""
+    broken = {
+        **tables["guarantees"],
+        **{
+            f"{strategy}, {case} put back".replace(
+                "_reconciled put back", " put back, reconciled"
+            ): cells
+            for strategy, cases in tables["restores"].items()
+            for case, cells in cases.items()
+        },
+    }
+    for row, cells in broken.items():
+        schedules: dict[str, list[str]] = {}
+        for name in IDS:
+            if cells[name]["verdict"] == "broken":
+                told = f"{name} ({cells[name]['broken']} of {cells[name]['schedules']})"
+                schedules.setdefault(json.dumps(cells[name]["shortest"]), []).append(told)
+        for schedule, names in schedules.items():
+            print("\n" + colored(f"{row}: breaks {', '.join(names)}", BOLD))
+            print_table(lanes(json.loads(schedule)))
+    for table in (guarantee_table(tables), restore_table(tables)):
+        print()
+        print_table(table)
+    print("\n  H holds, b broken, ? unknown: no stale write was ever attempted")
 
 
 def print_table(table: list[list[str]]) -> None:
@@ -749,20 +1483,30 @@ def print_table(table: list[list[str]]) -> None:
         print("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def lanes(result: Document) -> list[list[str]]:
+def lanes(events: Iterable[Document]) -> list[list[str]]:
     """Draw one row a call: the tick, the actors, and what the tables hold after it."""
-    actors = sorted({event["actor"] for event in result["events"]})
+    events = list(events)
+    actors = sorted({event["actor"] for event in events})
     table = [["tick", *actors, "lease table", "sink"]]
     lease = sink = pending = "-"
-    for event in result["events"]:
+    for event in events:
         asked, answer = event["arguments"], event["answer"]
         match event["call"]:
             case "claim" | "renew" if answer:
                 lease = f"{answer['owner']}, epoch {answer['epoch']}, until {answer['deadline']}"
             case "complete" if answer:
                 lease = f"done: {asked['result']}"
+            case "release" if answer:
+                lease = f"released, epoch {asked['lease']['epoch']}"
             case "write" if answer == "written":
                 sink = f"{asked['value']}, epoch {asked['epoch']}"
+            case "seal" if answer == "sealed":
+                sink = f"{sink.partition(' (')[0]} (sealed to {asked['epoch']})"
+            case "put_back" | "put_back, reconcile":
+                sink = "put back" if asked["of"] in ("sink", "both") else sink
+                lease = "put back" if asked["of"] in ("lease", "both") else lease
+            case "guard" if answer == "committed":
+                sink = f"{event['actor'].lower()}, epoch {asked['lease']['epoch']}"
             case "transaction":
                 pending = f"fence {asked['epoch']}"
             case "commit":
@@ -776,52 +1520,42 @@ def phrase(event: Document) -> str:
     """Say a call and its answer in a few words."""
     asked, answer = event["arguments"], event["answer"]
     words = [event["call"]]
-    words += [str(asked[key]) for key in ("value", "result", "by") if key in asked]
-    words += [f"epoch {asked['epoch']}"] if "epoch" in asked else []
-    words += [asked["sql"].partition(" ")[0]] if "sql" in asked else []
+    words += [str(asked[key]) for key in ("value", "result", "of") if key in asked]
+    words += [f"epoch {one['epoch']}" for one in (asked, asked.get("lease", {})) if "epoch" in one]
+    words += [f"above {asked['above']}"] if asked.get("above") else []
+    words += [f"at {asked['now']}"] if asked.get("now", event["tick"]) != event["tick"] else []
     if isinstance(answer, dict):
         shown = ("fence", "epoch", "deadline")
         told: object = ", ".join(f"{key} {answer[key]}" for key in shown if key in answer)
-    elif "sql" in asked:
-        told = "done" if answer is None else ", ".join(str(cell) for row in answer for cell in row)
+    elif isinstance(answer, list):
+        told = "; ".join(
+            " ".join(map(str, parts(one).values() if isinstance(one, dict) else one))
+            for one in answer
+        )
     else:
-        told = {None: "refused", True: "recorded", False: "refused"}.get(answer, answer)
-    return f"{' '.join(words)}: {told}"
-
-
-def summary(result: Document) -> Document:
-    """Hold the lease table against the document, and count the refused and the lost writes."""
-    writes = [event for event in result["events"] if event["call"] == "write"]
-    accepted = [event["arguments"]["epoch"] for event in writes if event["answer"] == "written"]
-    best = [max(accepted[: place + 1]) for place in range(len(accepted))]
-    results = [row["result"] for row in result["lease"] if row["result"] is not None]
-    values = [row["value"] for row in result.get("document") or result["sink"]]
-    return {
-        "lease table": results[0] if results else "unfinished",
-        "document": values[0] if values else "nothing",
-        "refused": [event["answer"] for event in writes].count("stale"),
-        "overwritten": sum(epoch < highest for epoch, highest in zip(accepted, best, strict=True)),
-    }
+        nothing = "nothing" if event["call"] == "get" else "refused"
+        told = {None: nothing, True: "yes", False: "refused"}.get(answer, answer)
+    return " ".join(words) + (f": {told}" if event["actor"] != "operator" or answer else "")
 
 
 def verdict(result: Document) -> str:
-    """Say in one line what a summary comes to."""
-    found = summary(result)
-    line = f"lease table says {found['lease table']}, document says {found['document']}"
-    if found["overwritten"]:
-        return f"{line}: OVERWRITTEN IN SILENCE"
-    return f"{line}; stale writes refused: {found['refused']}"
+    """Hold the lease table's word against the document, in one line."""
+    says, holds = told_and_kept(result)
+    line = f"lease table says {says or 'unfinished'}, document says {holds or 'nothing'}"
+    return f"{line}: OVERWRITTEN IN SILENCE" if lost(result) else line
 
 
-def matrix(scenarios: Document) -> list[list[str]]:
-    """Sum up all scenarios, a row each, under a row of headings."""
-    found = {
-        name if arm == name else f"{name}, {arm}": summary(result)
-        for name, scenario in scenarios.items()
-        for arm, result in arms_of(name, scenario).items()
-    }
-    heads = ["scenario", "lease table", "document", "refused", "overwritten"]
-    return [heads, *([name, *map(str, row.values())] for name, row in found.items())]
+def told_and_kept(result: Document) -> tuple[str | None, str | None]:
+    """Read the result on record and the document's value off the final tables."""
+    results = [row["result"] for row in result["lease"]]
+    values = [row["value"] for row in result.get("document") or result["sink"]]
+    return next(iter(results), None), next(iter(values), None)
+
+
+def lost(result: Document) -> bool:
+    """Tell whether the document is another than the result on record."""
+    says, holds = told_and_kept(result)
+    return says is not None and holds is not None and says != holds
 
 
 if __name__ == "__main__":
