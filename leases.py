@@ -56,6 +56,7 @@ __all__ = [
     "LeaseTable",
     "LeasesError",
     "Outcome",
+    "OutcomeUnknown",
     "SinkRow",
     "reconcile",
     "take_over",
@@ -164,6 +165,13 @@ class Fenced(LeasesError):
 
     def __str__(self) -> str:
         return f"{self.resource!r}: epoch {self.epoch} is below the fence, {self.fence}"
+
+
+class OutcomeUnknown(LeasesError):
+    """The reply to a call was lost: it has taken effect, or it has not, or it still may.
+
+    A store over a network raises it; SQLite never does. After any other error nothing has changed.
+    """
 
 
 Outcome = Literal["written", "replay", "conflict", "passed", "stale", "sealed"]
