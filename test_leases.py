@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -57,8 +58,59 @@ FOREVER = 60  # seconds: a limit that a test that works never comes near
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class DatabaseTest(unittest.TestCase):
-    """A test with a folder, and with objects that are closed after it."""
+class ContractTest(unittest.TestCase):
+    """A test of what any store owes: answers and rows. A store's own suite subclasses these.
+
+    `store` is the module that is put to the test, `name` the one that spawned processes import it
+    by; a class that `needs` a method which the store does not have is left out.
+    """
+
+    store: Any = leases
+    name = ""
+    needs = ""
+
+    def setUp(self) -> None:
+        self.places = self.enter(run_experiment.fresh(self.store))
+
+    def enter(self, context: Any) -> Any:
+        entered = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return entered
+
+    def table(self, **options: Any) -> Any:
+        return self.enter(self.store.LeaseTable(self.places[0], **options))
+
+    def sink(self, **options: Any) -> Any:
+        return self.enter(self.store.FencedSink(self.places[1], **options))
+
+    def stored(self) -> list[Any]:
+        """Read the lease table through another connection, a plain one if it is SQLite's."""
+        return self.read(self.places[0], self.store.LeaseTable, "lease")
+
+    def sunk(self) -> list[Any]:
+        return self.read(self.places[1], self.store.FencedSink, "sink")
+
+    def read(self, place: str, opens: Any, table: str) -> list[Any]:
+        if os.path.isfile(place):
+            with closing(sqlite3.connect(place, timeout=0)) as connection:
+                return connection.execute(f"SELECT * FROM {table} ORDER BY resource").fetchall()
+        with opens(place) as opened:
+            return [tuple(row) for row in opened.rows()]
+
+    def assert_usable(self, *objects: Any) -> None:
+        """No transaction is open: another object can write at once, and so can these."""
+        for number, opened in enumerate(objects):
+            with type(opened)(self.places[hasattr(opened, "seal")], timeout=0) as other:
+                for one in (other, opened):
+                    if hasattr(one, "seal"):
+                        answer = one.seal(f"usable{number}{one is other}", 1)
+                        self.assertEqual(answer, "sealed")
+                    else:
+                        self.assertTrue(one.advance(f"usable{number}{one is other}", 1))
+
+
+class DatabaseTest(ContractTest):
+    """A test of what is SQLite's: one file for both, and plain connections that look into it."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix="leases-test-")
@@ -67,14 +119,10 @@ class DatabaseTest(unittest.TestCase):
         self.path = self.folder / "leases.db"
 
     def table(self, **options: Any) -> Any:
-        opened = LeaseTable(self.path, **options)
-        self.addCleanup(opened.close)
-        return opened
+        return self.enter(LeaseTable(self.path, **options))
 
     def sink(self, **options: Any) -> Any:
-        opened = FencedSink(self.path, **options)
-        self.addCleanup(opened.close)
-        return opened
+        return self.enter(FencedSink(self.path, **options))
 
     def plain(self, path: Path | None = None) -> sqlite3.Connection:
         """Open a second connection that knows nothing of the library."""
@@ -124,7 +172,7 @@ def lease(owner: str = "A", epoch: int = 1, resource: str = "r") -> Lease:
     return Lease(resource, owner, epoch, 10)
 
 
-class ClaimTest(DatabaseTest):
+class ClaimTest(ContractTest):
     def test_the_first_claim_has_epoch_one(self) -> None:
         granted = self.table().claim("r", "A", now=3, ttl=7)
         self.assertEqual(granted, Lease("r", "A", 1, 10))
@@ -187,7 +235,7 @@ class ClaimTest(DatabaseTest):
             "r'",
             "\n",
             "\U0001f600",
-            "r" * 5000,
+            "r" * 500,
         ]
         for name in names:
             self.assertEqual(table.claim(name, name, now=0, ttl=1).epoch, 1)
@@ -195,7 +243,7 @@ class ClaimTest(DatabaseTest):
         self.assertEqual([row[0] for row in self.stored()], sorted(names, key=str.encode))
 
 
-class RenewTest(DatabaseTest):
+class RenewTest(ContractTest):
     def test_c14_renewing_sets_the_deadline_and_keeps_the_epoch(self) -> None:
         table = self.table()
         granted = table.claim("r", "A", now=0, ttl=10)
@@ -260,7 +308,7 @@ class RenewTest(DatabaseTest):
         self.assertEqual(self.stored(), [("r", "A", 1, 10, "")])
 
 
-class CompleteTest(DatabaseTest):
+class CompleteTest(ContractTest):
     def test_c01_the_first_result_stands_for_ever(self) -> None:
         table = self.table()
         granted = table.claim("r", "A", now=0, ttl=10)
@@ -296,17 +344,16 @@ class CompleteTest(DatabaseTest):
         self.assertEqual(self.stored(), [("r", "A", 1, 10, "x")])
 
     def test_c12_another_connection_sees_the_first_success_at_once(self) -> None:
-        table, other = self.table(), self.plain()
-        read = "SELECT epoch, deadline, result FROM lease"
+        table = self.table()
         granted = table.claim("r", "A", now=0, ttl=10)
-        self.assertEqual(other.execute(read).fetchall(), [(1, 10, None)])
+        self.assertEqual(self.stored(), [("r", "A", 1, 10, None)])
         self.assertEqual(table.renew(granted, now=1, ttl=10), Lease("r", "A", 1, 11))
-        self.assertEqual(other.execute(read).fetchall(), [(1, 11, None)])
+        self.assertEqual(self.stored(), [("r", "A", 1, 11, None)])
         self.assertIs(table.complete(granted, "x", now=1), True)
-        self.assertEqual(other.execute(read).fetchall(), [(1, 11, "x")])
+        self.assertEqual(self.stored(), [("r", "A", 1, 11, "x")])
 
 
-class ReleaseTest(DatabaseTest):
+class ReleaseTest(ContractTest):
     def test_a_released_lease_is_free_at_any_tick(self) -> None:
         for number, now in enumerate((0, 1, 5, 9)):
             table, name = self.table(), f"r{number}"
@@ -326,7 +373,7 @@ class ReleaseTest(DatabaseTest):
         self.assertEqual(self.stored(), [("r", "A", 1, 0, None)])
 
 
-class SinkTest(DatabaseTest):
+class SinkTest(ContractTest):
     def test_c19_the_fence_compares_epochs_and_values(self) -> None:
         sink = self.sink()
         offers: list[tuple[str, int, str, str]] = [
@@ -386,20 +433,14 @@ class SinkTest(DatabaseTest):
         self.assertEqual(sink.write("r", a.epoch, "old"), "stale")
         self.assertEqual(self.sunk(), [("r", 2, 2, 0, "new")])
 
-    def test_the_sink_works_without_any_lease_table(self) -> None:
-        self.assertEqual(self.sink().write("r", 7, "x"), "written")
-        self.assertEqual(
-            self.stored("SELECT name FROM sqlite_master WHERE type = 'table'"), [("sink",)]
-        )
-
     def test_a_large_value_comes_back_as_it_was(self) -> None:
-        sink, value = self.sink(), "é\U0001f600\r\n" * 100_000
+        sink, value = self.sink(), "é\U0001f600\r\n" * 10_000
         self.assertEqual(sink.write("r", 1, value), "written")
         self.assertEqual(sink.write("r", 1, value), "replay")
         self.assertEqual(self.sunk(), [("r", 1, 1, 0, value)])
 
 
-class SequenceTest(DatabaseTest):
+class SequenceTest(ContractTest):
     """`seq`: a term that writes more than once."""
 
     def test_a_term_writes_in_the_order_of_seq(self) -> None:
@@ -433,7 +474,7 @@ class SequenceTest(DatabaseTest):
         self.assertEqual(self.sunk(), [("r", 1, 1, 2, "third")])
 
 
-class SealTest(DatabaseTest):
+class SealTest(ContractTest):
     def test_a_seal_does_not_look_like_a_write(self) -> None:
         sink = self.sink()
         sink.write("r", 1, "old")
@@ -464,22 +505,8 @@ class SealTest(DatabaseTest):
         self.assertEqual(sink.write("r", 2, "new", seq=0), "written")
         self.assertEqual(self.sunk(), [("r", 2, 2, 0, "new")])
 
-    def test_the_fence_and_the_value_stand_or_fall_together(self) -> None:
-        sink, plain = self.sink(), self.plain()
-        sink.write("r", 1, "old")
-        for column in ("value", "fence"):
-            plain.execute(
-                f"CREATE TRIGGER no BEFORE UPDATE OF {column} ON sink "
-                f"WHEN new.{column} IS NOT old.{column} BEGIN SELECT RAISE(FAIL, 'no'); END"
-            )
-            with self.assertRaises(sqlite3.IntegrityError):
-                sink.write("r", 2, "new")
-            self.assertEqual(self.sunk(), [("r", 1, 1, 0, "old")])
-            plain.execute("DROP TRIGGER no")
-        self.assertEqual(sink.write("r", 2, "new"), "written")
 
-
-class AdvanceTest(DatabaseTest):
+class AdvanceTest(ContractTest):
     def test_advancing_ends_the_lease_of_a_lower_epoch(self) -> None:
         table = self.table()
         held = table.claim("r", "A", now=5, ttl=10)
@@ -599,40 +626,50 @@ class GuardTest(DatabaseTest):
         self.assert_usable(self.leases)
 
 
-class TakeOverTest(DatabaseTest):
+class BothTest(ContractTest):
+    """A lease table and a sink together."""
+
     def setUp(self) -> None:
         super().setUp()
-        self.leases = self.table()
-        self.second = self.folder / "sink.db"
-        self.fenced: Any = self.opened(self.second)
-
-    def opened(self, path: Path, **options: Any) -> FencedSink:
-        sink = FencedSink(path, **options)
-        self.addCleanup(sink.close)
-        return sink
-
-    def sealed(self) -> list[Any]:
-        return self.plain(self.second).execute("SELECT * FROM sink").fetchall()
+        self.leases, self.fenced = self.table(), self.sink()
 
     def take(self, owner: str, now: int, ttl: int = 10) -> Lease | None:
         return take_over(self.leases, self.fenced, "r", owner, now=now, ttl=ttl)
 
+    def interposed(self, between: Callable[[], object]) -> Any:
+        """Let something happen between a takeover's claim and its seal."""
+        seal = self.fenced.seal
+
+        def late(resource: str, epoch: int) -> Any:
+            between()
+            return seal(resource, epoch)
+
+        return mock.patch.object(self.fenced, "seal", late)
+
+    def both(self, resource: str) -> tuple[Any, Any]:
+        return self.leases.get(resource), self.fenced.get(resource)
+
+    def mend(self, margin: int = 10) -> list[tuple[Any, ...]]:
+        return [tuple(finding) for finding in reconcile(self.leases, self.fenced, margin=margin)]
+
+
+class TakeOverTest(BothTest):
     def test_no_older_write_is_accepted_once_it_has_returned(self) -> None:
         a = self.leases.claim("r", "A", now=0, ttl=10)
         self.assertEqual(self.take("B", 10), Lease("r", "B", 2, 20))
-        self.assertEqual(self.sealed(), [("r", 2, 0, 0, None)])
+        self.assertEqual(self.sunk(), [("r", 2, 0, 0, None)])
         self.assertEqual(self.fenced.write("r", a.epoch, "old"), "stale")
         self.assertEqual(self.fenced.write("r", 2, "new"), "written")
 
     def test_a_refused_claim_seals_nothing(self) -> None:
         self.leases.claim("r", "A", now=0, ttl=10)
         self.assertIsNone(self.take("B", 9))
-        self.assertEqual(self.sealed(), [])
+        self.assertEqual(self.sunk(), [])
 
     def test_it_goes_on_above_the_fence(self) -> None:
         self.fenced.write("r", 41, "of a lease table that was put back")
         self.assertEqual(self.take("B", 0), Lease("r", "B", 42, 10))
-        self.assertEqual(self.sealed()[0][:3], ("r", 42, 41))
+        self.assertEqual(self.sunk()[0][:3], ("r", 42, 41))
         self.assertEqual(self.fenced.write("r", 42, "new"), "written")
 
     def test_an_invented_epoch_is_got_above_until_the_last(self) -> None:
@@ -646,6 +683,45 @@ class TakeOverTest(DatabaseTest):
             self.take("C", 20)
         self.assertEqual(self.stored(), before)
         self.assert_usable(self.leases)
+
+    def test_the_seals_error_goes_on_even_if_giving_back_fails(self) -> None:
+        broken = mock.Mock(spec=self.store.FencedSink)
+        broken.get.return_value = None
+        for error in (sqlite3.OperationalError("seal"), KeyboardInterrupt("seal")):
+            broken.seal.side_effect = error
+            with mock.patch.object(
+                self.store.LeaseTable, "release", side_effect=sqlite3.Error("release")
+            ):
+                with self.assertRaisesRegex(type(error), "seal"):
+                    take_over(self.leases, broken, f"{type(error)}", "B", now=0, ttl=10)
+        self.assertEqual([row[3] for row in self.stored()], [10, 10])
+
+    def test_an_interrupted_seal_gives_the_lease_back(self) -> None:
+        with mock.patch.object(self.store.FencedSink, "seal", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                self.take("B", 5)
+        self.assertEqual(self.stored(), [("r", "B", 1, 0, None)])
+
+    def test_one_that_is_overtaken_gives_back_and_is_none(self) -> None:
+        with self.interposed(partial(self.sink().seal, "r", 5)):
+            self.assertIsNone(self.take("B", 0))
+        self.assertEqual(self.stored(), [("r", "B", 1, 0, None)])
+        self.assertEqual(self.sunk(), [("r", 5, 0, 0, None)])
+
+
+class TakeOverFilesTest(BothTest, DatabaseTest):
+    """Taking over where the sink's file fails, or the lease table's is put back."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.second = self.folder / "sink.db"
+        self.fenced = self.opened(self.second)
+
+    def opened(self, path: Path, **options: Any) -> Any:
+        return self.enter(FencedSink(path, **options))
+
+    def sealed(self) -> list[Any]:
+        return self.plain(self.second).execute("SELECT * FROM sink").fetchall()
 
     def test_a_takeover_whose_seal_fails_gives_the_lease_back(self) -> None:
         old = self.leases.claim("r", "A", now=0, ttl=10)
@@ -684,38 +760,6 @@ class TakeOverTest(DatabaseTest):
     def pragma(self, setting: str) -> Callable[[], object]:
         return lambda: self.fenced._connection.execute(f"PRAGMA {setting}").fetchall()
 
-    def test_the_seals_error_goes_on_even_if_giving_back_fails(self) -> None:
-        broken = mock.Mock(spec=FencedSink)
-        broken.get.return_value = None
-        for error in (sqlite3.OperationalError("seal"), KeyboardInterrupt("seal")):
-            broken.seal.side_effect = error
-            with mock.patch.object(LeaseTable, "release", side_effect=sqlite3.Error("release")):
-                with self.assertRaisesRegex(type(error), "seal"):
-                    take_over(self.leases, broken, f"{type(error)}", "B", now=0, ttl=10)
-        self.assertEqual([row[3] for row in self.stored()], [10, 10])
-
-    def test_an_interrupted_seal_gives_the_lease_back(self) -> None:
-        with mock.patch.object(FencedSink, "seal", side_effect=KeyboardInterrupt):
-            with self.assertRaises(KeyboardInterrupt):
-                self.take("B", 5)
-        self.assertEqual(self.stored(), [("r", "B", 1, 0, None)])
-
-    def interposed(self, between: Callable[[], object]) -> Any:
-        """Let something happen between a takeover's claim and its seal."""
-        seal = self.fenced.seal
-
-        def late(resource: str, epoch: int) -> Any:
-            between()
-            return seal(resource, epoch)
-
-        return mock.patch.object(self.fenced, "seal", late)
-
-    def test_one_that_is_overtaken_gives_back_and_is_none(self) -> None:
-        with self.interposed(partial(self.opened(self.second).seal, "r", 5)):
-            self.assertIsNone(self.take("B", 0))
-        self.assertEqual(self.stored(), [("r", "B", 1, 0, None)])
-        self.assertEqual(self.sealed(), [("r", 5, 0, 0, None)])
-
     def test_one_epoch_never_has_two_holders(self) -> None:
         self.leases.claim("r", "A", now=0, ttl=10)
         with closing(sqlite3.connect(":memory:")) as backup:
@@ -734,17 +778,7 @@ class TakeOverTest(DatabaseTest):
         self.assertEqual(self.sealed(), [("r", 2, 2, 0, "C's")])
 
 
-class ReconcileTest(DatabaseTest):
-    def setUp(self) -> None:
-        super().setUp()
-        self.leases, self.fenced = self.table(), self.sink()
-
-    def both(self, resource: str) -> tuple[Any, Any]:
-        return self.leases.get(resource), self.fenced.get(resource)
-
-    def mend(self, margin: int = 10) -> list[tuple[Any, ...]]:
-        return [tuple(finding) for finding in reconcile(self.leases, self.fenced, margin=margin)]
-
+class ReconcileTest(BothTest):
     def test_unfinished_work_goes_above_the_higher_of_the_two(self) -> None:
         self.leases.claim("both", "A", now=5, ttl=10)
         self.fenced.write("both", 1, "v")
@@ -832,6 +866,27 @@ class ReconcileTest(DatabaseTest):
         self.assertEqual(reconcile(self.leases, self.fenced), [])
         self.assertEqual(self.leases.get("r").epoch, 2001)
 
+    def test_an_older_sink_refuses_the_old_writer_after_it(self) -> None:
+        old = self.leases.claim("r", "A", now=0, ttl=10)
+        new = self.leases.claim("r", "B", now=10, ttl=10)
+        self.leases.complete(new, "new", now=11)  # the sink that held "new" was put back to empty
+        self.assertEqual(self.mend(), [("r", "fence", 0, 2), ("r", "value", 0, 2)])
+        self.assertEqual(self.fenced.write("r", old.epoch, "old"), "stale")
+        self.assertEqual(self.fenced.write("r", new.epoch, "new"), "written")
+
+    def test_many_resources_are_mended_in_order(self) -> None:
+        names = [f"r{number:03}" for number in range(250)]
+        for name in names[::2]:
+            self.fenced.seal(name, 5)
+        for name in names[1::2]:
+            self.leases.claim(name, "A", now=0, ttl=1)
+        self.assertEqual([found[0] for found in self.mend()], names)
+        self.assertEqual([row.resource for row in self.leases.rows()], names)
+
+
+class ReconcileFilesTest(BothTest, DatabaseTest):
+    """Reconciling after SQLite's own backup was put back."""
+
     def test_an_older_lease_table_repeats_no_epoch_after_it(self) -> None:
         handed = self.restored_epochs(10)
         self.assertEqual(len(handed), len({*handed}))
@@ -857,25 +912,141 @@ class ReconcileTest(DatabaseTest):
                 ]
         return handed
 
-    def test_an_older_sink_refuses_the_old_writer_after_it(self) -> None:
-        old = self.leases.claim("r", "A", now=0, ttl=10)
-        new = self.leases.claim("r", "B", now=10, ttl=10)
-        self.leases.complete(new, "new", now=11)  # the sink that held "new" was put back to empty
-        self.assertEqual(self.mend(), [("r", "fence", 0, 2), ("r", "value", 0, 2)])
-        self.assertEqual(self.fenced.write("r", old.epoch, "old"), "stale")
-        self.assertEqual(self.fenced.write("r", new.epoch, "new"), "written")
 
-    def test_many_resources_are_mended_in_order(self) -> None:
-        names = [f"r{number:03}" for number in range(250)]
-        for name in names[::2]:
-            self.fenced.seal(name, 5)
-        for name in names[1::2]:
-            self.leases.claim(name, "A", now=0, ttl=1)
-        self.assertEqual([found[0] for found in self.mend()], names)
-        self.assertEqual([row.resource for row in self.leases.rows()], names)
+CREATE_DOCUMENT, STORE_DOCUMENT = run_experiment.store_document("done")
+READ_DOCUMENT = "SELECT resource, value FROM document ORDER BY resource"
 
 
-class ReadTest(DatabaseTest):
+class DocumentTest(ContractTest):
+    """A test of blocks, with a table of the caller's own."""
+
+    def store_document(self, connection: Any) -> None:
+        connection.execute(CREATE_DOCUMENT)
+        connection.execute(STORE_DOCUMENT)
+
+    def documents(self, connection: Any) -> list[Any]:
+        connection.execute(CREATE_DOCUMENT)
+        return [tuple(row) for row in connection.execute(READ_DOCUMENT).fetchall()]
+
+
+class TransactionTest(DocumentTest):
+    needs = "transaction"
+
+    def kept(self) -> list[Any]:
+        with self.sink().transaction("reader", 1) as connection:
+            return self.documents(connection)
+
+    def test_a_block_and_its_fence_are_kept_together(self) -> None:
+        with self.sink().transaction("r", 2) as connection:
+            self.store_document(connection)
+        self.assertEqual(self.sunk(), [("r", 2, 0, 0, None)])
+        self.assertEqual(self.kept(), [(run_experiment.RESOURCE, "done")])
+
+    def test_a_block_that_fails_keeps_neither(self) -> None:
+        sink = self.sink()
+        sink.write("r", 1, "old")
+        for error in (ValueError, KeyboardInterrupt):
+            with self.assertRaises(error), sink.transaction("r", 2) as connection:
+                self.store_document(connection)
+                raise error
+        self.assertEqual(self.sunk(), [("r", 1, 1, 0, "old")])
+        self.assertEqual(self.kept(), [])
+        self.assertEqual(sink.write("r", 2, "new"), "written")
+
+    def test_a_block_below_the_fence_is_not_run(self) -> None:
+        sink = self.sink()
+        sink.write("r", 3, "v")
+        with self.assertRaises(Fenced) as caught, sink.transaction("r", 2):
+            self.fail("the block was run")
+        found = caught.exception
+        self.assertEqual((found.resource, found.epoch, found.fence), ("r", 2, 3))
+        self.assertEqual(self.sunk(), [("r", 3, 3, 0, "v")])
+        self.assert_usable(sink)
+
+    def test_a_term_of_blocks_alone_can_still_write(self) -> None:
+        sink = self.sink()
+        sink.write("r", 1, "old", seq=4)
+        for _ in range(2):
+            with sink.transaction("r", 2):
+                pass
+        self.assertEqual(self.sunk(), [("r", 2, 1, 4, "old")])
+        self.assertEqual(sink.write("r", 1, "old", seq=5), "stale")
+        self.assertEqual(sink.write("r", 2, "new"), "written")
+
+    def test_any_other_call_inside_a_block_is_refused(self) -> None:
+        sink = self.sink()
+        for name in "ab":
+            sink.write(name, 1, name)
+        rows = sink.rows()
+        next(rows)
+        with sink.transaction("r", 1) as connection:
+            for call in (
+                lambda: sink.write("s", 1, "v"),
+                lambda: sink.seal("s", 1),
+                lambda: sink.get("s"),
+                lambda: next(rows),
+                lambda: next(sink.rows()),
+                lambda: sink.transaction("s", 1).__enter__(),
+                sink.close,
+            ):
+                self.assertRaises(RuntimeError, call)
+            self.store_document(connection)
+        self.assertEqual([row[0] for row in self.sunk()], ["a", "b", "r"])
+        self.assertEqual(len(self.kept()), 1)
+        self.assert_usable(sink)
+
+
+class GuardedTest(DocumentTest):
+    needs = "guard"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.leases = self.table()
+        self.held = self.leases.claim("r", "A", now=0, ttl=10)
+
+    def kept(self) -> list[Any]:
+        reader = self.leases.claim("reader", "reader", now=0, ttl=TOP)
+        with self.leases.guard(reader, now=0) as connection:
+            return self.documents(connection)
+
+    def test_a_block_under_a_held_lease_is_kept(self) -> None:
+        with self.leases.guard(self.held, now=9) as connection:
+            self.store_document(connection)
+        self.assertEqual(self.stored(), [("r", "A", 1, 10, None)])
+        self.assertEqual(self.kept(), [(run_experiment.RESOURCE, "done")])
+
+    def test_a_block_that_fails_keeps_nothing(self) -> None:
+        with self.assertRaises(ValueError), self.leases.guard(self.held, now=9) as connection:
+            self.store_document(connection)
+            raise ValueError
+        self.assertEqual(self.kept(), [])
+
+    def test_without_the_lease_no_block_is_run(self) -> None:
+        newer = self.leases.claim("s", "B", now=0, ttl=10, above=6)
+        self.leases.complete(newer, "done", now=1)
+        cases = [(self.held, 10, 1), (self.held._replace(owner="B"), 0, 1)]
+        cases += [(self.held._replace(epoch=2), 0, 1), (self.held._replace(resource="t"), 0, 0)]
+        for held, now, current in [*cases, (newer, 1, 7)]:
+            with self.assertRaises(LeaseLost) as caught, self.leases.guard(held, now=now):
+                self.fail("the block was run")
+            found = caught.exception
+            evidence = (found.resource, found.epoch, found.current)
+            self.assertEqual(evidence, (held.resource, held.epoch, current))
+        self.assert_usable(self.leases)
+
+    def test_any_other_call_inside_a_block_is_refused(self) -> None:
+        with self.leases.guard(self.held, now=0):
+            for call in (
+                lambda: self.leases.renew(self.held, now=0, ttl=20),
+                lambda: self.leases.get("r"),
+                lambda: next(self.leases.rows()),
+                self.leases.close,
+            ):
+                self.assertRaises(RuntimeError, call)
+        self.assert_usable(self.leases)
+
+
+class ReadTest(ContractTest):
     def test_what_is_not_there_is_none(self) -> None:
         self.assertIsNone(self.table().get("r"))
         self.assertIsNone(self.sink().get("r"))
@@ -897,30 +1068,6 @@ class ReadTest(DatabaseTest):
         self.assertEqual(list(table.rows()), [LeaseRow(n, "A", 1, 1, None) for n in names])
         self.assertEqual(list(sink.rows()), [SinkRow(n, 1, 1, 0, n) for n in names])
 
-    def test_no_lock_is_held_between_two_rows(self) -> None:
-        table, other = self.table(), self.plain()
-        for name in "abc":
-            table.claim(name, "A", now=0, ttl=1)
-        seen = []
-        for row in table.rows():
-            other.execute("BEGIN EXCLUSIVE")
-            other.execute("COMMIT")
-            self.assertIsNotNone(table.claim(f"{row.resource}z", "B", now=0, ttl=1))
-            seen.append(row.resource)
-            if len(seen) > 20:
-                break
-        self.assertEqual(seen[:3], ["a", "b", "c"])
-
-    def test_rows_of_a_closed_object_raise(self) -> None:
-        table = self.table()
-        for name in "ab":
-            table.claim(name, "A", now=0, ttl=1)
-        rows = table.rows()
-        next(rows)
-        table.close()
-        with self.assertRaises(sqlite3.ProgrammingError):
-            next(rows)
-
     def test_values_are_tuples_that_can_be_sent(self) -> None:
         for value in (lease(), LeaseRow("r", "A", 1, 2, None), SinkRow("r", 1, 1, 0, "v")):
             self.assertEqual(pickle.loads(pickle.dumps(value)), value)
@@ -934,7 +1081,7 @@ NOT_NAMES: list[Any] = [1, None, b"r", True, ["r"], Path("r")]
 BAD_NAMES = ["", "\0", "r\0", "\ud800", "a\udfffb"]
 
 
-class ArgumentsTest(DatabaseTest):
+class ArgumentsTest(ContractTest):
     def calls(self) -> Iterator[tuple[str, Callable[[Any], object], str]]:
         """Give every public call with one argument left open, its name and its kind."""
         table, sink = self.table(), self.sink()
@@ -946,7 +1093,8 @@ class ArgumentsTest(DatabaseTest):
         yield "above", lambda x: table.claim("n", "A", now=0, ttl=1, above=x), "from 0"
         yield "resource", lambda x: table.advance(x, 1), "name"
         yield "epoch", lambda x: table.advance("n", x), "from 1"
-        yield "now", lambda x: table.guard(held, now=x), "from 0"
+        if hasattr(table, "guard"):
+            yield "now", lambda x: table.guard(held, now=x), "from 0"
         yield "seq", lambda x: sink.write("n", 1, "v", seq=x), "from 0"
         yield "resource", lambda x: sink.seal(x, 1), "name"
         yield "epoch", lambda x: sink.seal("n", x), "from 1"
@@ -960,8 +1108,9 @@ class ArgumentsTest(DatabaseTest):
         yield "resource", lambda x: sink.write(x, 1, "v"), "name"
         yield "epoch", lambda x: sink.write("n", x, "v"), "from 1"
         yield "value", lambda x: sink.write("n", 1, x), "text"
-        yield "resource", lambda x: sink.transaction(x, 1), "name"
-        yield "epoch", lambda x: sink.transaction("n", x), "from 1"
+        if hasattr(sink, "transaction"):
+            yield "resource", lambda x: sink.transaction(x, 1), "name"
+            yield "epoch", lambda x: sink.transaction("n", x), "from 1"
         yield "resource", sink.get, "name"
         for field in ("resource", "owner"):
             yield (
@@ -981,8 +1130,8 @@ class ArgumentsTest(DatabaseTest):
         return table.release(lease()._replace(**{field: value}), now=0)
 
     def test_c06_only_plain_ints_and_proper_strings_pass(self) -> None:
-        asked = 0
-        for argument, call, kind in self.calls():
+        asked, calls = 0, list(self.calls())
+        for argument, call, kind in calls:
             wrong = {"name": (NOT_NAMES, BAD_NAMES), "text": (NOT_NAMES, BAD_NAMES[1:])}
             low = {"from 0": [-1, -TOP], "from 1": [0, -1]}.get(kind, [])
             types, values = wrong.get(kind, (NOT_INTS, [*low, 2**63, 2**80]))
@@ -991,7 +1140,10 @@ class ArgumentsTest(DatabaseTest):
                     with self.subTest(argument=argument, case=case):
                         self.assertRaisesRegex(error, argument, call, case)
                         asked += 1
-        self.assertEqual(asked, 10 * 11 + 2 * 10 + 16 * 13)
+        kinds = [kind for _, _, kind in calls]
+        self.assertGreaterEqual(kinds.count("name"), 9)
+        self.assertGreaterEqual(len(kinds), 25)
+        self.assertEqual(asked, sum({"name": 11, "text": 10}.get(kind, 13) for kind in kinds))
         self.assertEqual(self.stored() + self.sunk(), [])
 
     def test_a_wrong_number_is_named_with_its_value(self) -> None:
@@ -1013,20 +1165,18 @@ class ArgumentsTest(DatabaseTest):
     def test_c07_the_last_epoch_is_never_raised(self) -> None:
         table = self.table()
         table.claim("m", "A", now=0, ttl=10)
-        self.plain().execute("UPDATE lease SET epoch = ?", (TOP,))
+        table.release(lease("A", 1, "m"), now=0)
+        table.claim("m", "A", now=0, ttl=10, above=TOP - 1)
         self.assertIsNone(table.claim("m", "B", now=9, ttl=10))
         with self.assertRaisesRegex(OverflowError, "'m'"):
             table.claim("m", "B", now=10, ttl=10)
-        self.assertEqual(
-            self.stored("SELECT typeof(epoch), epoch, owner FROM lease"), [("integer", TOP, "A")]
-        )
+        self.assertEqual(self.stored(), [("m", "A", TOP, 10, None)])
         self.assert_usable(table)
 
     def test_the_last_epoch_can_still_be_written(self) -> None:
         sink = self.sink()
         self.assertEqual(sink.write("r", TOP, "v"), "written")
-        with sink.transaction("r", TOP):
-            pass
+        self.assertEqual(sink.seal("r", TOP), "replay")
         self.assertEqual(self.sunk(), [("r", TOP, TOP, 0, "v")])
 
     def test_a_lease_must_be_a_lease(self) -> None:
@@ -1044,7 +1194,7 @@ class ArgumentsTest(DatabaseTest):
                 lambda x: table.renew(x, now=0, ttl=1),
                 lambda x: table.complete(x, "x", now=0),
                 lambda x: table.release(x, now=0),
-                lambda x: table.guard(x, now=0),
+                *([lambda x: table.guard(x, now=0)] if hasattr(table, "guard") else []),
             ):
                 self.assertRaisesRegex(TypeError, "lease must be a Lease", call, row)
         self.assertEqual(self.stored(), [("r", "A", 1, 10, None)])
@@ -1053,18 +1203,19 @@ class ArgumentsTest(DatabaseTest):
         with self.assertRaises(TypeError):
             self.table().claim("r", "A", 0, 1)
         with self.assertRaises(TypeError):
-            LeaseTable(self.path, 1)  # type: ignore[call-arg]
+            self.store.LeaseTable(self.places[0], 1)
 
     def test_a_timeout_is_finite_and_not_negative(self) -> None:
-        for kind in (LeaseTable, FencedSink):
+        kinds = (self.store.LeaseTable, self.store.FencedSink)
+        for kind, place in zip(kinds, self.places, strict=True):
             for wrong in (True, "1", None, b"1"):
                 with self.assertRaisesRegex(TypeError, "timeout"):
-                    kind(self.path, timeout=wrong)  # type: ignore[arg-type]
+                    kind(place, timeout=wrong)
             for value in (-1, -0.1, float("nan"), float("inf"), float("-inf")):
                 with self.assertRaisesRegex(ValueError, "timeout"):
-                    kind(self.path, timeout=value)
+                    kind(place, timeout=value)
             for value in (0, 0.0, 3, 10**400):
-                kind(self.path, timeout=value).close()
+                kind(place, timeout=value).close()
 
     def test_errors_share_a_base_and_carry_their_evidence(self) -> None:
         error = pickle.loads(pickle.dumps(Fenced("r", 1, 2)))
@@ -1392,6 +1543,36 @@ class OpeningTest(DatabaseTest):
         self.assertEqual(self.stored() + self.sunk(), [("r", "A", 1, 10, None)])
         self.assert_usable()
 
+    def test_the_sink_works_without_any_lease_table(self) -> None:
+        self.assertEqual(self.sink().write("r", 7, "x"), "written")
+        self.assertEqual(
+            self.stored("SELECT name FROM sqlite_master WHERE type = 'table'"), [("sink",)]
+        )
+
+    def test_no_lock_is_held_between_two_rows(self) -> None:
+        table, other = self.table(), self.plain()
+        for name in "abc":
+            table.claim(name, "A", now=0, ttl=1)
+        seen = []
+        for row in table.rows():
+            other.execute("BEGIN EXCLUSIVE")
+            other.execute("COMMIT")
+            self.assertIsNotNone(table.claim(f"{row.resource}z", "B", now=0, ttl=1))
+            seen.append(row.resource)
+            if len(seen) > 20:
+                break
+        self.assertEqual(seen[:3], ["a", "b", "c"])
+
+    def test_rows_of_a_closed_object_raise(self) -> None:
+        table = self.table()
+        for name in "ab":
+            table.claim(name, "A", now=0, ttl=1)
+        rows = table.rows()
+        next(rows)
+        table.close()
+        with self.assertRaises(sqlite3.ProgrammingError):
+            next(rows)
+
     def test_opening_again_keeps_what_is_there(self) -> None:
         self.table().claim("r", "A", now=0, ttl=1)
         for _ in range(3):
@@ -1598,6 +1779,20 @@ class TroubleTest(DatabaseTest):
                 plain.execute(f"DROP TRIGGER {trigger}")
         self.assert_usable(table, sink)
 
+    def test_the_fence_and_the_value_stand_or_fall_together(self) -> None:
+        sink, plain = self.sink(), self.plain()
+        sink.write("r", 1, "old")
+        for column in ("value", "fence"):
+            plain.execute(
+                f"CREATE TRIGGER no BEFORE UPDATE OF {column} ON sink "
+                f"WHEN new.{column} IS NOT old.{column} BEGIN SELECT RAISE(FAIL, 'no'); END"
+            )
+            with self.assertRaises(sqlite3.IntegrityError):
+                sink.write("r", 2, "new")
+            self.assertEqual(self.sunk(), [("r", 1, 1, 0, "old")])
+            plain.execute("DROP TRIGGER no")
+        self.assertEqual(sink.write("r", 2, "new"), "written")
+
     def test_c08_a_busy_database_or_a_bad_name_leaves_nothing_open(self) -> None:
         table, other = self.table(timeout=0), self.plain()
         other.execute("BEGIN IMMEDIATE")
@@ -1765,18 +1960,18 @@ class Gate:
         self.barrier.wait(FOREVER)
 
 
-def claim_all(path: Path, owner: str, gate: Gate) -> list[int | None]:
+def claim_all(name: str, place: str, owner: str, gate: Gate) -> list[int | None]:
     """Claim 200 resources at one tick, together with the others."""
-    with LeaseTable(path, timeout=FOREVER) as table:
+    with run_experiment.load_store(name).LeaseTable(place, timeout=FOREVER) as table:
         gate.wait()
         granted = [table.claim(f"r{n:03}", owner, now=0, ttl=10) for n in range(200)]
         return [lease and lease.epoch for lease in granted]
 
 
-def take_turns(path: Path, owner: str, gate: Gate) -> list[int]:
+def take_turns(name: str, place: str, owner: str, gate: Gate) -> list[int]:
     """Claim one resource until it was granted 50 times, giving it back each time."""
     epochs: list[int] = []
-    with LeaseTable(path, timeout=FOREVER) as table:
+    with run_experiment.load_store(name).LeaseTable(place, timeout=FOREVER) as table:
         gate.wait()
         while len(epochs) < 50:
             if granted := table.claim("hot", owner, now=1, ttl=10):
@@ -1785,13 +1980,24 @@ def take_turns(path: Path, owner: str, gate: Gate) -> list[int]:
     return epochs
 
 
-def open_together(folder: Path, owner: str, gate: Gate) -> list[str]:
+def raise_the_fence(name: str, place: str, owner: str, gate: Gate) -> list[tuple[int, str, int]]:
+    """Write with epoch after epoch, taking turns with the others; tell the fence after each."""
+    found = []
+    with run_experiment.load_store(name).FencedSink(place, timeout=FOREVER) as sink:
+        gate.wait()
+        for epoch in range(ord(owner) - 64, 401, 4):
+            answer = sink.write("hot", epoch, f"{epoch}")
+            found.append((epoch, answer, sink.get("hot").fence))
+    return found
+
+
+def open_together(_: str, folder: str, owner: str, gate: Gate) -> list[str]:
     """Open a fresh file together with the others, 20 times over."""
     for number in range(20):
         gate.wait()
-        with LeaseTable(folder / f"fresh{number}", timeout=FOREVER) as table:
+        with LeaseTable(Path(folder, f"fresh{number}"), timeout=FOREVER) as table:
             table.claim(owner, owner, now=0, ttl=1)
-        with FencedSink(folder / f"fresh{number}", timeout=FOREVER) as sink:
+        with FencedSink(Path(folder, f"fresh{number}"), timeout=FOREVER) as sink:
             sink.write(owner, 1, owner)
     return ["opened"] * 20
 
@@ -1800,13 +2006,15 @@ def run_and_tell(pipe: Any, work: Callable[..., object], arguments: tuple[Any, .
     pipe.send(work(*arguments))
 
 
-class ProcessTest(DatabaseTest):
-    def together(self, work: Callable[..., Any], owners: list[str], where: Path) -> list[Any]:
+class TogetherTest(ContractTest):
+    """A test of several processes that are released together."""
+
+    def together(self, work: Callable[..., Any], owners: list[str], where: str) -> list[Any]:
         """Run the work in a process for each owner, and give back what each of them answered."""
         gate, answers, running = Gate(len(owners)), [], []
         for owner in owners:
             here, there = SPAWN.Pipe(duplex=False)
-            arguments = (there, work, (where, owner, gate))
+            arguments = (there, work, (self.name, where, owner, gate))
             process = SPAWN.Process(target=run_and_tell, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -1819,9 +2027,11 @@ class ProcessTest(DatabaseTest):
             here.close()
         return answers
 
+
+class ProcessTest(TogetherTest):
     def test_c10_two_processes_never_both_get_a_resource(self) -> None:
         self.table()
-        one, other = self.together(claim_all, ["A", "B"], self.path)
+        one, other = self.together(claim_all, ["A", "B"], self.places[0])
         self.assertEqual(
             {*zip(one, other, strict=True)} | {(1, None), (None, 1)}, {(1, None), (None, 1)}
         )
@@ -1829,18 +2039,30 @@ class ProcessTest(DatabaseTest):
         self.assertEqual([(row[1], row[2]) for row in self.stored()], [(w, 1) for w in winners])
 
     def test_c13_of_three_processes_of_one_name_one_wins(self) -> None:
-        answers = self.together(claim_all, ["w", "w", "w"], self.path)
+        answers = self.together(claim_all, ["w", "w", "w"], self.places[0])
         for epochs in zip(*answers, strict=True):
             self.assertEqual(sorted(epochs, key=str), [1, None, None])
 
     def test_four_processes_are_granted_each_epoch_once(self) -> None:
         self.table()
-        answers = self.together(take_turns, ["A", "B", "C", "D"], self.path)
+        answers = self.together(take_turns, ["A", "B", "C", "D"], self.places[0])
         self.assertEqual(sorted(itertools.chain(*answers)), list(range(1, 201)))
         self.assertEqual([(row[2], row[3]) for row in self.stored()], [(200, 0)])
 
+    def test_four_processes_never_lower_the_fence(self) -> None:
+        answers = self.together(raise_the_fence, ["A", "B", "C", "D"], self.places[1])
+        for found in answers:
+            fences = [fence for _, _, fence in found]
+            self.assertEqual(fences, sorted(fences))
+            for epoch, answer, fence in found:
+                self.assertIn(answer, ("written", "stale"))
+                self.assertGreaterEqual(fence, epoch + (answer == "stale"))
+        self.assertEqual(self.sunk(), [("hot", 400, 400, 0, "400")])
+
+
+class FreshFileTest(TogetherTest, DatabaseTest):
     def test_c09_eight_processes_open_a_fresh_file_together(self) -> None:
-        answers = self.together(open_together, list("ABCDEFGH"), self.folder)
+        answers = self.together(open_together, list("ABCDEFGH"), str(self.folder))
         self.assertEqual(answers, [["opened"] * 20] * 8)
         for number in range(20):
             rows = self.plain(self.folder / f"fresh{number}")
@@ -1973,6 +2195,72 @@ class SinkModel:
             return "passed" if seq < last else "replay" if stored == value else "conflict"
         self.row = (epoch, epoch, seq, value)
         return "written"
+
+
+class StepsTest(ContractTest):
+    """Make each call on each row that is reached by the calls before, and ask the oracle.
+
+    A call is one transaction and depends on its arguments and its row alone, so each pair of them
+    is made once, on a resource of its own.
+    """
+
+    def steps(self, model: Any, calls: list[Any], depth: int, opened: Any, make: Any) -> int:
+        paths: dict[Any, list[Any]] = {None: []}
+        newest, count = [None], 0
+        for _ in range(depth):
+            reached = []
+            for before, call in itertools.product(newest, calls):
+                resource, count = f"step {count}", count + 1
+                for one in paths[before]:
+                    make(resource, *one)
+                model.row = before
+                expected = model.call(*call)
+                if isinstance(expected, Lease):
+                    expected = expected._replace(resource=resource)
+                answer, row = make(resource, *call), opened.get(resource)
+                self.assertEqual((answer, type(answer)), (expected, type(expected)), (call, before))
+                left = model.row and (resource, *model.row)
+                self.assertEqual(row and tuple(row), left, f"{call} left it at {before}")
+                if model.row not in paths:
+                    paths[model.row] = [*paths[before], call]
+                    reached.append(model.row)
+            newest = reached
+        return count
+
+    def test_each_call_on_each_row_of_the_lease_table(self) -> None:
+        table = self.table()
+
+        def make(resource: str, name: str, owner: str, epoch: int, now: int, ttl: int) -> object:
+            if name == "claim":
+                return table.claim(resource, owner, now=now, ttl=ttl, above=epoch)
+            if name == "advance":
+                return table.advance(resource, epoch)
+            held = Lease(resource, owner, epoch, 0)
+            if name == "renew":
+                return table.renew(held, now=now, ttl=ttl)
+            if name == "complete":
+                return table.complete(held, owner, now=now)
+            return table.release(held, now=now)
+
+        names = ("renew", "complete", "release")
+        calls = [*itertools.product(["claim"], "AB", [0, 2], (0, 2), [2])]
+        calls += itertools.product(names, "AB", (1, 2), (1, 2), [3])
+        calls += [("advance", "", epoch, 0, 0) for epoch in (1, 2)]
+        count = self.steps(Model(), calls, 3, table, make)
+        self.assertEqual((len(calls), count), (34, 918))
+
+    def test_each_call_on_each_row_of_the_sink(self) -> None:
+        sink = self.sink()
+
+        def make(resource: str, name: str, epoch: int, seq: int, value: str) -> object:
+            if name == "seal":
+                return sink.seal(resource, epoch)
+            return sink.write(resource, epoch, value, seq=seq)
+
+        calls = [*itertools.product(["write"], (1, 2), (0, 1), "xy")]
+        calls += [("seal", epoch, 0, "") for epoch in (1, 2, 3)]
+        count = self.steps(SinkModel(), calls, 3, sink, make)
+        self.assertEqual((len(calls), count), (11, 264))
 
 
 class OracleTest(DatabaseTest):
@@ -2266,7 +2554,7 @@ class ComparingTest(unittest.TestCase):
 
     def verdict(self, archive: Any, written: str | None = None) -> tuple[int, str]:
         """Compare an archive with a run that gave the true results."""
-        options = argparse.Namespace(check=Path("archive"), tables=True)
+        options = argparse.Namespace(check=Path("archive"), tables=True, left_out={})
         with contextlib.redirect_stdout(io.StringIO()) as told:
             pair = (archive, written or run_experiment.text(archive) + "\n")
             return run_experiment.judge(pair, self.archived, options), told.getvalue()
@@ -2423,10 +2711,11 @@ class ExperimentTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
 
     TROUBLE = """
-import sys, run_experiment as experiment
+import signal, sys, run_experiment as experiment
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 def hang(stage):
     stage.worker("A", "old", "fenced").run(0, until="write")
-    print(stage.leases.parent.parent, flush=True)
+    print(stage.unfenced.parent.parent, flush=True)
     sys.stdin.read()
 def die(stage):
     a = stage.worker("A", "old", "fenced")
@@ -2618,7 +2907,7 @@ class SearchTest(unittest.TestCase):
             def claim(self, *_: Any, **__: Any) -> None:
                 return None
 
-        with mock.patch.object(run_experiment, "LeaseTable", Refusing):
+        with mock.patch.object(leases, "LeaseTable", Refusing):
             letters, _ = self.letters("fenced")
         self.assertEqual(letters, "?????b")
 
@@ -2627,7 +2916,7 @@ class SearchTest(unittest.TestCase):
         row = run_experiment.Row("fenced")
         with mock.patch.object(run_experiment, "LAST", 1):
             cells, states, _ = run_experiment.explore(row)
-            with closing(run_experiment.World("fenced")) as world:
+            with closing(run_experiment.World(row, ":memory:", ":memory:")) as world:
                 search = run_experiment.Search(row, world)
                 walked = [self.walk(search, state) for state in search.beginnings()]
         self.assertEqual(cells["window"]["schedules"], sum(one for one, _ in walked))
@@ -2639,6 +2928,165 @@ class SearchTest(unittest.TestCase):
         if not ways:
             return 1, int("window" in state.past.broken)
         return sum(one for one, _ in ways), sum(broken for _, broken in ways)
+
+
+# ---- Broken stores, each caught
+
+
+class FirstWins(FencedSink):
+    """Accepts whatever has another epoch than the last, as a well-known demo does."""
+
+    def write(self, resource: str, epoch: int, value: str, *, seq: int = 0) -> Any:
+        row = self.get(resource)
+        wrong = row is not None and row.epoch != epoch and epoch < row.fence
+        if wrong:
+            self._transact(
+                partial(self._execute, leases.STORE, (resource, epoch, epoch, seq, value))
+            )
+        return "written" if wrong else super().write(resource, epoch, value, seq=seq)
+
+
+class StrictlyHigher(FencedSink):
+    """Refuses its own fence's epoch: nothing can be written after a seal."""
+
+    def write(self, resource: str, epoch: int, value: str, *, seq: int = 0) -> Any:
+        row = self.get(resource)
+        stale = row is not None and epoch <= row.fence
+        return "stale" if stale else super().write(resource, epoch, value, seq=seq)
+
+
+class TwoTransactions(FencedSink):
+    """Checks the fence in one transaction and writes in the next."""
+
+    def write(self, resource: str, epoch: int, value: str, *, seq: int = 0) -> Any:
+        outcome = leases._outcome(self.get(resource), epoch, seq, value)
+        if outcome == "written":
+            self._transact(
+                partial(self._execute, leases.STORE, (resource, epoch, epoch, seq, value))
+            )
+        return outcome
+
+
+class SealLeavesNoRow(FencedSink):
+    """Answers rightly where nothing was written, and keeps nothing."""
+
+    def seal(self, resource: str, epoch: int) -> Any:
+        return "sealed" if self.get(resource) is None else super().seal(resource, epoch)
+
+
+class ForgetsTheEpoch(LeaseTable):
+    """Deletes the row on release, so that the epoch starts again."""
+
+    def release(self, lease: Lease, *, now: int) -> bool:
+        released = super().release(lease, now=now)
+        if released:
+            gone = "DELETE FROM lease WHERE resource = ?"
+            self._transact(partial(self._execute, gone, (lease.resource,)))
+        return released
+
+
+class OwnerOnlyHeartbeat(LeaseTable):
+    """Renews for the owner's name, whatever its epoch."""
+
+    def renew(self, lease: Lease, *, now: int, ttl: int) -> Lease | None:
+        row = self.get(lease.resource)
+        mine = row is not None and row.owner == lease.owner
+        return super().renew(
+            lease._replace(epoch=row.epoch) if row and mine else lease, now=now, ttl=ttl
+        )
+
+
+class RevivesExpired(LeaseTable):
+    """Renews a lease after its deadline, if nobody has taken it."""
+
+    def renew(self, lease: Lease, *, now: int, ttl: int) -> Lease | None:
+        row = self.get(lease.resource)
+        early = min(now, row.deadline - 1) if row and row.deadline else now
+        return super().renew(lease, now=early, ttl=ttl + now - early)
+
+
+class ReleaseAtNow(LeaseTable):
+    """Ends a released lease now rather than at tick 0."""
+
+    def release(self, lease: Lease, *, now: int) -> bool:
+        released = super().release(lease, now=now)
+        if released:
+            late = "UPDATE lease SET deadline = ? WHERE resource = ?"
+            self._transact(partial(self._execute, late, (now, lease.resource)))
+        return released
+
+
+class BrokenStoreTest(unittest.TestCase):
+    """The contract catches each broken store: one test by its name, and the oracle's steps."""
+
+    CAUGHT: ClassVar[dict[Any, str]] = {
+        FirstWins: "SinkTest.test_only_a_written_value_changes_the_row",
+        StrictlyHigher: "SealTest.test_a_seal_does_not_look_like_a_write",
+        SealLeavesNoRow: "SealTest.test_only_the_call_that_raised_the_fence_says_sealed",
+        ForgetsTheEpoch: "ClaimTest.test_c18_the_epoch_goes_on_over_release_and_restart",
+        OwnerOnlyHeartbeat: "RenewTest.test_a_predecessor_of_the_same_name_is_refused",
+        RevivesExpired: "RenewTest.test_c15_an_expired_lease_is_never_revived",
+        ReleaseAtNow: "ReleaseTest.test_a_released_lease_is_free_at_any_tick",
+    }
+
+    def failing(self, broken: Any, names: list[str]) -> set[str]:
+        """Put these tests of the contract to a store with this class in it; name what fails."""
+        kinds = {"LeaseTable": LeaseTable, "FencedSink": FencedSink}
+        kinds["LeaseTable" if issubclass(broken, LeaseTable) else "FencedSink"] = broken
+        result = unittest.TestResult()
+        for name in names:
+            case, _, test = name.partition(".")
+            bound = type(case, (globals()[case],), {"store": types.SimpleNamespace(**kinds)})
+            bound(test).run(result)
+        self.assertEqual(result.testsRun, len(names))
+        return {test.id().split(".", 1)[1] for test, _ in (*result.failures, *result.errors)}
+
+    def test_each_broken_store_is_caught_by_its_test(self) -> None:
+        for broken, name in self.CAUGHT.items():
+            right = LeaseTable if issubclass(broken, LeaseTable) else FencedSink
+            table = "lease_table" if right is LeaseTable else "sink"
+            wanted = [name, f"StepsTest.test_each_call_on_each_row_of_the_{table}"]
+            with self.subTest(broken.__name__):
+                self.assertEqual(self.failing(broken, wanted), {*wanted})
+                self.assertEqual(self.failing(right, [name]), set())
+
+    def module(self, broken: str) -> str:
+        """Write a store with this class in it to a file that any process can import."""
+        folder = tempfile.TemporaryDirectory(prefix="leases-test-")
+        self.addCleanup(folder.cleanup)
+        kind = "FencedSink" if issubclass(globals()[broken], FencedSink) else "LeaseTable"
+        path = Path(folder.name, "broken.py")
+        path.write_text(
+            f"import sys\n\nsys.path.insert(0, {str(HERE)!r})\n"
+            "from test_leases import FencedSink, LeaseTable\n"
+            f"from test_leases import {broken} as {kind}\n",
+            encoding="utf-8",
+        )
+        return str(path)
+
+    def test_a_check_and_a_write_in_two_transactions_are_caught(self) -> None:
+        """No order of whole calls finds this: a second process has to come in between."""
+        name = self.module("TwoTransactions")
+        store = run_experiment.load_store(name)
+        for bound in ({"store": store, "name": name}, {}):
+            case = type("Contending", (ProcessTest,), bound)
+            result = unittest.TestResult()
+            case("test_four_processes_never_lower_the_fence").run(result)
+            self.assertEqual(len(result.failures), len(bound) // 2, result.errors)
+            self.assertEqual(result.errors, [])
+
+    def test_the_experiment_catches_broken_stores_too(self) -> None:
+        for broken, scenario in (
+            ("FirstWins", "fenced"),
+            ("StrictlyHigher", "sealed"),
+            ("RevivesExpired", "renewal"),
+        ):
+            command = [sys.executable, str(HERE / "run_experiment.py"), scenario, "--quiet"]
+            command += ["--store", self.module(broken), "--check", str(RESULTS)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=FOREVER)
+            with self.subTest(broken):
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertIn(f"first at scenarios.{scenario}", done.stdout)
 
 
 # ---- The README
@@ -2739,6 +3187,16 @@ class ReadmeTest(DatabaseTest):
     def test_its_links_to_this_project_lead_somewhere(self) -> None:
         for name in re.findall(r"`(\w+\.(?:py|json))`", self.readme):
             self.assertTrue((HERE / name).is_file(), name)
+
+    def test_a_store_is_put_to_the_contract_in_a_suite_of_its_own(self) -> None:
+        names = self.code()
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            suite = names["load_tests"](None, unittest.TestSuite(), None)
+        self.assertEqual(suite.countTestCases(), contract(leases, "").countTestCases())
+        self.assertEqual(told.getvalue(), "")
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(names["MyClaimTest"]).run(result)
+        self.assertTrue(result.wasSuccessful() and result.testsRun > 5, result)
 
     def test_the_prototype_runs_a_job_once(self) -> None:
         run_once = self.code()["run_once"]
@@ -2874,5 +3332,57 @@ class ReadmeTest(DatabaseTest):
         self.assertEqual((self.folder / sink.get("r").value).read_text(encoding="utf-8"), "2")
 
 
+# ---- The contract, for any store
+
+
+CONTRACT: tuple[type[ContractTest], ...] = (
+    *(ClaimTest, RenewTest, CompleteTest, ReleaseTest, AdvanceTest),
+    *(SinkTest, SequenceTest, SealTest, TransactionTest, GuardedTest),
+    *(TakeOverTest, ReconcileTest, ReadTest, ArgumentsTest, StepsTest, ProcessTest),
+)
+
+
+def contract(store: Any, name: str) -> unittest.TestSuite:
+    """Give the tests of what any store owes, put to this one; name those that it can't take.
+
+    `name` is the store's import name or its file's path, for the processes that are spawned.
+    """
+    suite = unittest.TestSuite()
+    for case in CONTRACT:
+        if case.needs and not hasattr(store.FencedSink, case.needs) | hasattr(
+            store.LeaseTable, case.needs
+        ):
+            print(f"left out: {case.__name__}, since the store has no {case.needs}")
+            continue
+        bound = type(case.__name__, (case,), {"store": store, "name": name})
+        suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(bound))
+    return suite
+
+
+STORE = ""  # the value of --store
+
+
+def load_tests(loader: Any, tests: unittest.TestSuite, pattern: Any) -> unittest.TestSuite:
+    """Follow unittest's protocol: all tests, or with --store those of the contract."""
+    if not STORE:
+        return tests
+    suite = contract(run_experiment.load_store(STORE), STORE)
+    count, every = suite.countTestCases(), tests.countTestCases()
+    print(
+        f"{count} of {every} tests put to {STORE}; the others are about SQLite and the experiment"
+    )
+    return suite
+
+
+def main() -> None:
+    """Take --store MODULE, and leave the other options to unittest."""
+    global STORE
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--store", default="")
+    options, rest = parser.parse_known_args()
+    STORE = options.store
+    unittest.main(argv=[sys.argv[0], *rest])
+
+
 if __name__ == "__main__":
-    unittest.main()
+    main()
