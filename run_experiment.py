@@ -1141,6 +1141,7 @@ class World:
             self.read_document(*store_document("")[:1])
         self.start = {store: self.read(store, "nothing") for store in self.stores}
         self.paths: dict[Any, list[Call]] = {(*start,): [] for start in self.start.items()}
+        self.ready: dict[tuple[str, Half], str] = {}  # a resource that has this row just now
         self.known: dict[tuple[Half, Call], tuple[Any, Half]] = {}
 
     def close(self) -> None:
@@ -1166,13 +1167,16 @@ class World:
     def make(self, half: Half, call: Call) -> tuple[Any, Half]:
         """Answer a call on a row, and give the row that it leaves."""
         if (half, call) not in self.known:
-            path, resource = self.paths[call.store, half], f"{RESOURCE} {len(self.known)}"
+            resource = self.ready.pop((call.store, half), "")
+            path = [] if resource else self.paths[call.store, half]
+            resource = resource or f"{RESOURCE} {len(self.known)}"
             for one in (*path, call):
                 arguments = renamed(dict(one.arguments), RESOURCE, resource)
                 answer = perform(self.stores[call.store], one.name, arguments)
             left = self.read(call.store, resource)
             self.known[half, call] = renamed(answer, resource, RESOURCE), left
-            self.paths.setdefault((call.store, left), [*path, call])
+            self.ready[call.store, left] = resource
+            self.paths.setdefault((call.store, left), [*self.paths[call.store, half], call])
         return self.known[half, call]
 
     def alone(self, actor: str, halves: Halves, tick: int, events: list[Event]) -> list[Calls]:
@@ -1404,7 +1408,7 @@ class Search:
         while ages:
             for state, (count, node) in ages.pop(min(ages)).items():
                 self.note(state, node)
-                if self.states % 20_000 == 0:
+                if self.states % 250 == 0:
                     tell(self.states)
                 ended = True
                 for event, after in self.moves(state):
