@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import cache, partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -839,6 +840,8 @@ class Actor:
         self.pipe, end = context.Pipe()
         self.process = context.Process(target=child, args=(end,), daemon=True)
         # The child inherits the blocked signal: Ctrl-C ends the parent, and the parent the child.
+        # The tracker that multiprocessing starts beside the first child would unblock it.
+        resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if POSIX else set()
         try:
             self.process.start()

@@ -541,7 +541,7 @@ class AdvanceTest(ContractTest):
         self.assertEqual(self.stored(), [("r", "A", 11, 2, None)])
         with self.assertRaises(OverflowError):
             table.claim("r", "B", now=2, ttl=1, above=TOP)
-        with self.assertRaises(OverflowError):
+        with self.assertRaisesRegex(OverflowError, "'s'"):
             table.claim("s", "B", now=2, ttl=1, above=TOP)
         self.assertEqual(self.stored(), [("r", "A", 11, 2, None)])
         self.assert_usable(table)
