@@ -2337,11 +2337,13 @@ class OracleTest(DatabaseTest):
         return real
 
     def test_all_short_sequences_of_many_calls_agree(self) -> None:
-        calls = self.lease_calls((0, 1, 2), 2, (1, 2))
+        calls = [
+            call for call in self.lease_calls((0, 1, 2), 2, (1, 2)) if call[:2] != ("guard", "B")
+        ]
         calls += [("claim", "A", 3, 2, 2), *(("advance", "", epoch, 0, 0) for epoch in (1, 2, 4))]
-        self.assertEqual(len(calls), 58)
+        self.assertEqual(len(calls), 52)
         count = self.explore("lease", 3, calls, self.lease_table(), Model())
-        self.assertEqual(count, 58 + 58**2 + 58**3)
+        self.assertEqual(count, 52 + 52**2 + 52**3)
 
     def test_all_longer_sequences_of_few_calls_agree(self) -> None:
         calls = [call for call in self.lease_calls((0, 1), 1, (1,)) if call[0] != "guard"]
@@ -2375,22 +2377,26 @@ class OracleTest(DatabaseTest):
 # ---- Killed at any moment
 
 
-def work_until_killed(path: Path, seed: int, pipe: Any) -> None:
-    """Claim, write and complete for ever, reporting each answer as soon as it is there."""
-    pipe.recv()  # the one before has been killed
-    with LeaseTable(path, timeout=FOREVER) as table, FencedSink(path, timeout=FOREVER) as sink:
-        for number in itertools.count():
-            for name in ("hot", f"job {seed} {number}"):
-                granted = table.claim(name, f"worker {seed}", now=1, ttl=10)
-                if granted is None:
-                    raise SystemExit(f"{name} was not granted")
-                pipe.send(("claimed", name, granted.epoch))
-                value = f"{seed} {number}"
-                pipe.send((sink.write(name, granted.epoch, value), name, granted.epoch, value))
-                if name == "hot":
-                    table.release(granted, now=1)
-                else:
-                    pipe.send((table.complete(granted, value, now=1), name, value))
+# The killed process imports nothing but the library: starting takes longer than working.
+WORK_UNTIL_KILLED = """
+import itertools, json, sys
+here, path, seed = sys.argv[1:]
+sys.path.insert(0, here)
+from leases import FencedSink, LeaseTable
+def tell(*answer):
+    print(json.dumps(answer), flush=True)
+with LeaseTable(path, timeout=60) as table, FencedSink(path, timeout=60) as sink:
+    sys.stdin.readline()  # until the one before has been killed
+    for number in itertools.count():
+        for name in ("hot", f"job {seed} {number}"):
+            granted, value = table.claim(name, f"worker {seed}", now=1, ttl=10), f"{seed} {number}"
+            tell("claimed", name, granted.epoch)
+            tell(sink.write(name, granted.epoch, value), name, granted.epoch, value)
+            if name == "hot":
+                table.release(granted, now=1)
+            else:
+                tell(table.complete(granted, value, now=1), name, value)
+"""
 
 
 class KillTest(DatabaseTest):
@@ -2399,33 +2405,38 @@ class KillTest(DatabaseTest):
         self.table(), self.sink()
         following = self.start(0)
         for seed in range(50):
-            process, pipe = following
-            following = self.start(seed + 1)  # starting takes longer than working
+            process = following
+            following = self.start(seed + 1)
             self.plain().execute("UPDATE lease SET deadline = 0 WHERE resource = 'hot'")
-            pipe.send("go")
-            reports = [self.hear(pipe) for _ in range(random_moments.randint(1, 40))]
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            reports = [self.hear(process) for _ in range(random_moments.randint(1, 40))]
             process.kill()
-            with contextlib.suppress(EOFError, ConnectionResetError):
-                while True:
-                    reports.append(self.hear(pipe))
-            process.join(FOREVER)
-            self.assertEqual(process.exitcode, -signal.SIGKILL if os.name == "posix" else 1)
+            reports += map(json.loads, process.stdout.readlines())
+            self.end(process)
+            self.assertEqual(process.returncode, -signal.SIGKILL if os.name == "posix" else 1)
             self.check(reports, epochs)
-            pipe.close()
-        following[0].kill()
-        following[0].join(FOREVER)
+        following.kill()
+        self.end(following)
 
-    def start(self, seed: int) -> tuple[Any, Any]:
-        here, there = SPAWN.Pipe()
-        arguments = (self.path, seed, there)
-        process = SPAWN.Process(target=work_until_killed, args=arguments, daemon=True)
-        process.start()
-        there.close()
-        return process, here
+    def start(self, seed: int) -> Any:
+        command = [sys.executable, "-c", WORK_UNTIL_KILLED, str(HERE), str(self.path), str(seed)]
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, **streams)
 
-    def hear(self, pipe: Any) -> Any:
-        self.assertTrue(pipe.poll(FOREVER), "the worker said nothing")
-        return pipe.recv()
+    def hear(self, process: Any) -> Any:
+        limit = threading.Timer(FOREVER, process.kill)
+        limit.start()
+        line = process.stdout.readline()
+        limit.cancel()
+        self.assertTrue(line, "the worker failed, or said nothing in time")
+        return json.loads(line)
+
+    def end(self, process: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait(FOREVER)
 
     def check(self, reports: list[Any], epochs: dict[str, int]) -> None:
         """Hold what a killed process had reported against the tables."""
