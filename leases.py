@@ -336,6 +336,7 @@ class _Database:
         ending: list[int] = []
 
         def authorize(action: int, *_: object) -> int:
+            """Let the block do anything but end its transaction."""
             # Once no transaction is open, SQLite has rolled back, and what follows would be
             # committed without the fence. https://sqlite.org/c3ref/set_authorizer.html
             if action in (sqlite3.SQLITE_TRANSACTION, sqlite3.SQLITE_SAVEPOINT):
@@ -395,6 +396,7 @@ class LeaseTable(_Database):
         deadline = _deadline(now, ttl)
 
         def decide() -> Lease | None:
+            """Grant a free resource, in a higher epoch."""
             row = self._row(resource)
             if row is not None and (row.result is not None or row.deadline > now):
                 return None
@@ -416,6 +418,7 @@ class LeaseTable(_Database):
         deadline = _deadline(now, ttl)
 
         def decide() -> Lease | None:
+            """Move the deadline of a lease that is held."""
             if self._execute(RENEW, (deadline, *held)).rowcount == 0:
                 return None
             row = self._row(lease.resource)
@@ -433,6 +436,7 @@ class LeaseTable(_Database):
         held = _held(lease, now)
 
         def decide() -> bool:
+            """Record the result, or find it recorded."""
             if self._execute(COMPLETE, (result, *held)).rowcount == 1:
                 return True
             row = self._row(lease.resource)
@@ -469,6 +473,7 @@ class LeaseTable(_Database):
         held = _held(lease, now)
 
         def admit() -> None:
+            """Let the block run while the lease is held."""
             if self._execute(IS_HELD, held).fetchone() is None:
                 row = self._row(lease.resource)
                 raise LeaseLost(lease.resource, lease.epoch, row.epoch if row is not None else 0)
@@ -518,6 +523,7 @@ class FencedSink(_Database):
         _check_int("seq", seq, 0)
 
         def decide() -> Outcome:
+            """Store what is accepted."""
             outcome = _outcome(self._row(resource), epoch, seq, value)
             if outcome == "written":
                 self._execute(STORE, (resource, epoch, epoch, seq, value))
@@ -535,6 +541,7 @@ class FencedSink(_Database):
         _check_int("epoch", epoch, 1)
 
         def decide() -> Outcome:
+            """Raise a fence that is lower."""
             fence = self._fence(resource)
             if epoch > fence:
                 self._execute(RAISE_FENCE, (resource, epoch))
@@ -565,6 +572,7 @@ class FencedSink(_Database):
         _check_int("epoch", epoch, 1)
 
         def admit() -> None:
+            """Let the block run unless the fence is higher, and raise a lower one."""
             fence = self._fence(resource)
             if epoch < fence:
                 raise Fenced(resource, epoch, fence)

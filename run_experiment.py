@@ -464,6 +464,7 @@ class Calls:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*positional: Any, **named: Any) -> Any:
+            """Make this call."""
             given = zip(POSITIONAL[name], positional, strict=False)
             return self._make(name, {**dict(given), **named})
 
@@ -609,6 +610,7 @@ def paused_before(strategy: str, call: str) -> Scenario:
     """Pause A before one of its calls, let B run to its end, let A go on."""
 
     def scenario(stage: Stage) -> None:
+        """Run this pause."""
         a, b = stage.worker("A", "old", strategy), stage.worker("B", "new", strategy)
         a.run(0, until=call)
         b.run(10)
@@ -987,6 +989,7 @@ class Gate:
         reported: tuple[str, Document] = (name, arguments)
 
         def admitted(read: object) -> None:
+            """Report a block that has run its statements, and pause before its commit."""
             nonlocal reported
             self.report(*reported, read or "admitted")
             reported = ("rollback" if arguments.get("fails") else "commit", {})
@@ -1186,6 +1189,7 @@ class World:
         """Give a lease table and a sink whose calls are made at once, on halves that change."""
 
         def make(store: str, name: str, arguments: Document) -> Any:
+            """Make a call on the row as it is now."""
             if name == "rows":
                 return filter(None, halves[store][:1])
             call = Call(store, name, tuple(arguments.items()))
@@ -1249,6 +1253,7 @@ def attempt(worker: Worker) -> tuple[Call | None, Memory]:
     answers, unanswered = list(worker.answers), list[Call]()
 
     def make(store: str, name: str, arguments: Document) -> Any:
+        """Answer from what is recorded, or stop."""
         if answers:
             return answers.pop(0)
         unanswered.append(Call(store, name, tuple(arguments.items())))
