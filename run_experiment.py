@@ -45,16 +45,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import leases as sqlite_store
-from leases import (
-    Fenced,
-    FencedSink,
-    Lease,
-    LeaseLost,
-    LeaseTable,
-    SinkRow,
-    reconcile,
-    take_over,
-)
+from leases import Fenced, FencedSink, Lease, LeaseLost, LeaseTable, SinkRow, reconcile, take_over
 
 LIMIT = 15.0  # seconds that anything is waited for
 RESOURCE, TTL = "report", 10
@@ -207,6 +198,14 @@ def left_out(name: str) -> dict[str, str]:
     return out
 
 
+def reasons(out: dict[str, str]) -> list[str]:
+    """Name what was left out, grouped by its reason."""
+    groups: dict[str, list[str]] = {}
+    for path, reason in out.items():
+        groups.setdefault(reason, []).append(path)
+    return [f"{', '.join(paths)} (since {reason})" for reason, paths in groups.items()]
+
+
 def without(document: Document, paths: Iterable[str]) -> Document:
     """Give a document without what stands at these paths."""
     for path in paths:
@@ -296,7 +295,7 @@ def judge(
         return 1
     part = "all of it" if options.tables else ", ".join(document["scenarios"])
     if options.left_out:
-        part += ", apart from what was left out: " + ", ".join(options.left_out)
+        part += f", but for {'; '.join(reasons(options.left_out))}"
     print(colored(f"REPRODUCED: {options.check} ({part})", GREEN))
     if options.tables and not options.left_out and written != text(document) + "\n":
         print("the same values, though not the same bytes")
@@ -658,7 +657,7 @@ def invented(stage: Stage) -> None:
     a.run(11)
 
 
-INSIDE = ("inside a transaction, going on", "inside a transaction, killed")
+INSIDE = ("inside a transaction that goes on", "inside a transaction that is killed")
 PAUSES = {
     "unfenced": ("claim", "write", "complete"),
     "check_then_write": ("claim", "get", "write", "complete"),
@@ -715,9 +714,8 @@ def run(options: argparse.Namespace) -> Document:
                 show(name, document["scenarios"][name])
         if options.tables:
             document |= search(actors, options)
-    for reason in dict.fromkeys(options.left_out.values()):
-        paths = (path for path, why in options.left_out.items() if why == reason)
-        print(f"left out, since {reason}: {'; '.join(paths)}")
+    for line in reasons(options.left_out):
+        print(f"left out: {line}")
     return document
 
 
