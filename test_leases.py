@@ -2851,13 +2851,11 @@ class SearchTest(unittest.TestCase):
 
     def test_a_seal_that_looks_like_a_write_is_found(self) -> None:
         sink = re.sub(r"CHECK \(.*\)", "", leases.CREATE_SINK)
-        seal = (
-            leases.RAISE_FENCE.replace("0, 0)", "?2, 0)")
-            .replace(
-                "SET fence = excluded.fence", "SET fence = excluded.fence, epoch = excluded.fence"
-            )
-            .replace("(?, ?,", "(?1, ?2,")
-        )
+        seal = """
+        INSERT INTO sink (resource, fence, epoch, seq)
+        SELECT r, e, e, 0 FROM (SELECT ? AS r, ? AS e) WHERE true
+        ON CONFLICT (resource) DO UPDATE SET fence = excluded.fence, epoch = excluded.fence
+        """
         with mock.patch.object(FencedSink, "_create", sink):
             with mock.patch.object(leases, "RAISE_FENCE", seal):
                 self.assertIn("conflict", self.assert_found("stuck", "sealed"))
