@@ -223,10 +223,7 @@ class _Database:
     _columns: tuple[str, ...]
 
     def __init__(self, database: str | os.PathLike[str], *, timeout: float = 5.0) -> None:
-        if type(timeout) not in (int, float):
-            raise TypeError(f"timeout must be an int or a float, not {type(timeout).__name__}")
-        if not 0 <= timeout < float("inf"):
-            raise ValueError(f"timeout must be finite and not negative, not {timeout}")
+        _check_timeout(timeout)
         self._timeout = min(timeout, LARGEST)
         self._wait_until = 0.0  # 0.0 while the current call has not had to wait
         self._inside = False
@@ -705,6 +702,13 @@ def _check_int(argument: str, number: int, least: int) -> None:
         raise TypeError(f"{argument} must be an int, not {type(number).__name__}")
     if not least <= number <= LARGEST:
         raise ValueError(f"{argument} must be from {least} to 2**63 - 1, not {number}")
+
+
+def _check_timeout(timeout: float) -> None:
+    if type(timeout) not in (int, float):
+        raise TypeError(f"timeout must be an int or a float, not {type(timeout).__name__}")
+    if not 0 <= timeout < float("inf"):
+        raise ValueError(f"timeout must be finite and not negative, not {timeout}")
 
 
 def _check_name(argument: str, name: str) -> None:

@@ -168,6 +168,20 @@ def waiting(time: Time) -> Any:
     return mock.patch.object(leases, "time", time)
 
 
+def writing(table: Any, sink: Any, granted: Lease) -> list[Callable[[], object]]:
+    """Give one call of each kind that writes, each of which would succeed."""
+    return [
+        lambda: table.claim("s", "A", now=0, ttl=1),
+        lambda: table.renew(granted, now=0, ttl=20),
+        lambda: table.complete(granted, "x", now=0),
+        lambda: table.release(granted, now=0),
+        lambda: table.advance("t", 1),
+        lambda: sink.write("r", 1, "v"),
+        lambda: sink.seal("t", 1),
+        lambda: sink.transaction("r", 1).__enter__(),
+    ]
+
+
 def lease(owner: str = "A", epoch: int = 1, resource: str = "r") -> Lease:
     return Lease(resource, owner, epoch, 10)
 
@@ -1536,14 +1550,7 @@ class OpeningTest(DatabaseTest):
         for opened in (table, sink):
             connection: Any = opened._connection
             connection.execute("PRAGMA query_only = ON")  # as a read-only file, also for root
-        for call in (
-            lambda: table.claim("s", "A", now=0, ttl=1),
-            lambda: table.renew(granted, now=0, ttl=20),
-            lambda: table.complete(granted, "x", now=0),
-            lambda: table.release(granted, now=0),
-            lambda: sink.write("r", 1, "v"),
-            lambda: sink.transaction("r", 1).__enter__(),
-        ):
+        for call in writing(table, sink, granted):
             self.assertRaisesRegex(sqlite3.OperationalError, "readonly.*leases.db", call)
         self.assertEqual(table.get("r"), LeaseRow("r", "A", 1, 10, None))
         self.assertEqual(self.stored() + self.sunk(), [("r", "A", 1, 10, None)])
@@ -1643,15 +1650,7 @@ class WaitingTest(DatabaseTest):
     def test_every_writing_call_waits_and_succeeds(self) -> None:
         table, sink = self.table(), self.sink()
         granted = table.claim("r", "A", now=0, ttl=10)
-        calls: list[Callable[[], object]] = [
-            lambda: table.claim("s", "A", now=0, ttl=1),
-            lambda: table.renew(granted, now=0, ttl=20),
-            lambda: table.complete(granted, "x", now=0),
-            lambda: table.release(granted, now=0),
-            lambda: sink.write("r", 1, "v"),
-            lambda: sink.transaction("r", 1).__enter__(),
-        ]
-        for call in calls:
+        for call in writing(table, sink, granted):
             other = self.held()
             with waiting(Time(other.rollback)) as time:
                 call()
@@ -1663,14 +1662,7 @@ class WaitingTest(DatabaseTest):
         before = self.stored()
         other = self.held()
         call: Callable[[], object]
-        for call in (
-            lambda: table.claim("s", "A", now=0, ttl=1),
-            lambda: table.renew(granted, now=0, ttl=20),
-            lambda: table.complete(granted, "x", now=0),
-            lambda: table.release(granted, now=0),
-            lambda: sink.write("r", 1, "v"),
-            lambda: sink.transaction("r", 1).__enter__(),
-        ):
+        for call in writing(table, sink, granted):
             with waiting(Time()) as time, self.assertRaises(sqlite3.OperationalError) as caught:
                 call()
             self.assertRegex(str(caught.exception), "database is locked.*leases.db")
@@ -1770,14 +1762,7 @@ class TroubleTest(DatabaseTest):
                 when = "WHEN new.resource NOT LIKE 'usable%'"
                 then = f"BEGIN SELECT RAISE({how}, 'no'); END"
                 plain.execute(f"CREATE TRIGGER {name} BEFORE {event} {when} {then}")
-            for call in (
-                lambda: table.claim("s", "A", now=0, ttl=1),
-                lambda: table.renew(granted, now=0, ttl=20),
-                lambda: table.complete(granted, "x", now=0),
-                lambda: table.release(granted, now=0),
-                lambda: sink.write("r", 1, "v"),
-                lambda: sink.transaction("r", 1).__enter__(),
-            ):
+            for call in writing(table, sink, granted):
                 self.assertRaisesRegex(sqlite3.IntegrityError, "no.*leases.db", call)
                 self.assertEqual(self.stored() + self.sunk(), [("r", "A", 1, 10, None)])
                 self.assert_usable()

@@ -109,10 +109,7 @@ class _Client:
     """One kept-alive connection to one endpoint after the other: its waiting, its errors."""
 
     def __init__(self, database: str, *, timeout: float = 5.0) -> None:
-        if type(timeout) not in (int, float):
-            raise TypeError(f"timeout must be an int or a float, not {type(timeout).__name__}")
-        if not 0 <= timeout < float("inf"):
-            raise ValueError(f"timeout must be finite and not negative, not {timeout}")
+        leases._check_timeout(timeout)
         leases._check_name("database", database)
         self._database = database
         self._timeout = min(max(timeout, SHORTEST), LONGEST)

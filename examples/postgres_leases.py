@@ -71,6 +71,7 @@ from leases import (
     _check_int,
     _check_name,
     _check_text,
+    _check_timeout,
     _deadline,
     _held,
     _outcome,
@@ -182,10 +183,7 @@ class _Schema(Generic[_Row]):
     _page: str
 
     def __init__(self, database: str, *, timeout: float = 5.0) -> None:
-        if type(timeout) not in (int, float):
-            raise TypeError(f"timeout must be an int or a float, not {type(timeout).__name__}")
-        if not 0 <= timeout < math.inf:
-            raise ValueError(f"timeout must be finite and not negative, not {timeout}")
+        _check_timeout(timeout)
         _check_name("database", database)
         if len(database.encode()) > 63:  # the server would cut it off there
             raise ValueError(f"database must be a schema's name, at most 63 bytes: {database!r}")
