@@ -2958,14 +2958,20 @@ class StrictlyHigher(FencedSink):
 class TwoTransactions(FencedSink):
     """Checks the fence in one transaction and writes in the next.
 
-    Between the two it looks whether it was overtaken, a few hundred times, and writes all the same.
+    Put to `raise_the_fence`, one process is paused between the two until the last epoch is there,
+    whose writer has not begun before that pause.
     """
 
     def write(self, resource: str, epoch: int, value: str, *, seq: int = 0) -> Any:
-        checked = self.get(resource)
-        outcome = leases._outcome(checked, epoch, seq, value)
+        paused = Path(f"{self._path}.paused")
+        if epoch % 4 == 0:
+            any(paused.exists() for _ in range(10**7))
+        outcome = leases._outcome(self.get(resource), epoch, seq, value)
+        if epoch % 4 and outcome == "written":
+            with contextlib.suppress(FileExistsError):
+                paused.touch(exist_ok=False)
+                any(row.fence == 400 for row in map(self.get, [resource] * 10**7) if row)
         if outcome == "written":
-            any(self.get(resource) != checked for _ in range(300))
             store = (resource, epoch, epoch, seq, value)
             self._transact(partial(self._execute, leases.STORE, store))
         return outcome
@@ -3078,6 +3084,13 @@ class BrokenStoreTest(unittest.TestCase):
             case("test_four_processes_never_lower_the_fence").run(result)
             self.assertEqual(len(result.failures), len(bound) // 2, result.errors)
             self.assertEqual(result.errors, [])
+
+    def test_a_store_that_cannot_be_opened_is_named_in_one_line(self) -> None:
+        for script in ("test_leases.py", "run_experiment.py"):
+            command = [sys.executable, str(HERE / script), "--store", "no/such/store.py"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=FOREVER)
+            self.assertEqual((done.returncode, len(done.stderr.splitlines())), (2, 1), done.stderr)
+            self.assertIn("no/such/store.py", done.stderr)
 
     def test_the_experiment_catches_broken_stores_too(self) -> None:
         for broken, scenario in (
@@ -3386,7 +3399,17 @@ def main() -> None:
     parser.add_argument("--store", default="")
     options, rest = parser.parse_known_args()
     STORE = options.store
+    try:
+        with run_experiment.fresh(run_experiment.load_store(STORE)):
+            pass
+    except Exception as error:  # it can't be imported, or no server answers
+        sys.exit(fail(f"test_leases.py: {STORE}: {' '.join(str(error).split())}"))
     unittest.main(argv=[sys.argv[0], *rest])
+
+
+def fail(line: str) -> int:
+    print(line, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
