@@ -48,7 +48,7 @@ import leases as sqlite_store
 from leases import Fenced, FencedSink, Lease, LeaseLost, LeaseTable, SinkRow, reconcile, take_over
 
 LIMIT = 15.0  # seconds that anything is waited for
-RESOURCE, TTL = "report", 10
+RESOURCE = "report"
 POSIX = os.name == "posix"
 Document = dict[str, Any]  # results.json, or a part of it, as parsed
 Scenario = Callable[["Stage"], None]
@@ -144,6 +144,7 @@ def same_file(one: Path, other: Path) -> bool:
 # ---- The store that is put to the test
 
 
+@cache
 def load_store(name: str) -> ModuleType:
     """Import a store, by its import name or by the path of its file; the nameless is leases.py.
 
@@ -527,10 +528,10 @@ class UnfencedSink:
 # ---- The scenarios: who goes on when, and how far; nothing here says what is answered
 
 
-def overtaken(stage: Stage, strategy: str) -> None:
-    """Pause A before its write, let B do all of the work, let A go on."""
+def overtaken(stage: Stage, strategy: str, call: str = "write") -> None:
+    """Pause A before its write, or another call, let B do all of the work, let A go on."""
     a, b = stage.worker("A", "old", strategy), stage.worker("B", "new", strategy)
-    a.run(0, until="write")
+    a.run(0, until=call)
     b.run(10)
     a.run(11)
 
@@ -605,19 +606,6 @@ def two_files(stage: Stage) -> None:
     overtaken(stage, "fenced")
 
 
-def paused_before(strategy: str, call: str) -> Scenario:
-    """Pause A before one of its calls, let B run to its end, let A go on."""
-
-    def scenario(stage: Stage) -> None:
-        """Run this pause."""
-        a, b = stage.worker("A", "old", strategy), stage.worker("B", "new", strategy)
-        a.run(0, until=call)
-        b.run(10)
-        a.run(11)
-
-    return scenario
-
-
 def paused_inside(stage: Stage, *, kill: bool) -> None:
     """Pause A inside a transaction: B finds the sink busy, changes nothing, and tries again."""
     a = stage.worker("A", "old", "fenced", (CLOCK, claim, fenced_block))
@@ -676,7 +664,7 @@ SCENARIOS: dict[str, Scenario | dict[str, Scenario]] = {
     "sealed": sealed,
     "every_pause": {
         **{
-            f"{strategy} before {call}": paused_before(strategy, call)
+            f"{strategy} before {call}": partial(overtaken, strategy=strategy, call=call)
             for strategy, calls in PAUSES.items()
             for call in calls
         },
@@ -705,7 +693,9 @@ def run(options: argparse.Namespace) -> Document:
             for arm, scenario in arms_of(name, SCENARIOS[name]).items():
                 if not {f"scenarios.{name}", f"scenarios.{name}.{arm}"} & {*options.left_out}:
                     own = Path(folder, f"{number} {len(arms)}")
-                    with Stage(own, actors, options.store, apart=name in APART) as stage:
+                    with fresh(load_store(options.store)) as (leases, sink):
+                        sink = sink if name in APART or options.store else leases
+                        stage = Stage(own, actors, options.store, leases, sink)
                         arms[arm] = stage.play(scenario)
             progress("", options)
             if arms:
@@ -748,22 +738,14 @@ class Job(NamedTuple):
 class Stage:
     """One scenario's lease table and sink, and the record of what happens on them."""
 
-    def __init__(self, folder: Path, actors: dict[str, Actor], store: str, *, apart: bool) -> None:
+    def __init__(
+        self, folder: Path, actors: dict[str, Actor], store: str, leases: str, sink: str
+    ) -> None:
         folder.mkdir()
         self.unfenced = folder / "unfenced.db"
         self.actors, self.name, self.store = actors, store, load_store(store)
-        self.locations = fresh(self.store)
-        self.apart = apart or bool(store)
+        self.leases, self.fenced = leases, sink
         self.events: list[Event] = []
-
-    def __enter__(self) -> Stage:
-        self.leases, self.fenced = self.locations.__enter__()
-        if not self.apart:
-            self.fenced = self.leases
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.locations.__exit__(*error)
 
     def worker(
         self,
@@ -1204,9 +1186,10 @@ class World:
         leases, sink = self.alone(memory.owner, halves, tick, events)
         memory = memory._replace(now=tick)
         for step in program:
-            memory = step(memory, leases, sink) if callable(step) else memory
-            if callable(step) and not memory.lease:
-                break
+            if callable(step):
+                memory = step(memory, leases, sink)
+                if not memory.lease:
+                    break
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
