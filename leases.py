@@ -265,9 +265,11 @@ class _Database:
 
     def _ready(self) -> None:
         """Refuse a call that would damage the file or slip into a block's transaction."""
-        self._refuse_fork()
-        self._refuse_inside()
-        self._roll_back()  # in case an interrupt cut the last call's own rollback short
+        if os.getpid() != self._process or self._inside:
+            self._refuse_fork()
+            self._refuse_inside()
+        if self._connection.in_transaction:  # an interrupt cut the last call's rollback short
+            self._roll_back()
         self._wait_until = 0.0
 
     def _refuse_fork(self) -> None:
@@ -293,7 +295,7 @@ class _Database:
             # SQLite's own busy handler sleeps longer with each try, so that newcomers overtake
             # and an old waiter can starve. Here the bound shrinks, and the oldest tries most often.
             tries += 1
-            time.sleep(max(0.005 / tries, 0.0002) * os.urandom(1)[0] / 255)
+            time.sleep(max(0.01 / tries, 0.0005) * os.urandom(1)[0] / 255)
 
     def _located(self, error: sqlite3.Error) -> sqlite3.Error:
         """Add the database's path to an error's message."""
@@ -419,7 +421,7 @@ class LeaseTable(_Database):
             if self._execute(RENEW, (deadline, *held)).rowcount == 0:
                 return None
             row = self._row(lease.resource)
-            return lease if row is None else lease._replace(deadline=row.deadline)
+            return lease if row is None else Lease(*row[:4])
 
         return self._transact(decide)
 

@@ -153,14 +153,18 @@ class Time:
     """Stands for the library's `time`: only its own sleeps pass, and they may do something."""
 
     def __init__(self, during: Callable[[], object] = lambda: None) -> None:
-        self.now, self.sleeps, self.during = 1000.0, 0, during
+        self.now, self.slept, self.during = 1000.0, list[float](), during
+
+    @property
+    def sleeps(self) -> int:
+        return len(self.slept)
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds + 0.001  # no sleep is shorter on a real machine
-        self.sleeps += 1
+        self.slept.append(seconds)
         self.during()
 
 
@@ -1714,6 +1718,31 @@ class WaitingTest(DatabaseTest):
         reader.execute("ROLLBACK")
         self.assertEqual([row[0] for row in self.stored()], ["r"])
         self.assert_usable(table)
+
+    def slept(self, random: int) -> list[float]:
+        """Let a call give up while each random byte is the same, and answer its sleeps."""
+        table = self.table(timeout=1)
+        other = self.held()
+        with waiting(Time()) as time, self.assertRaises(sqlite3.OperationalError):
+            with mock.patch("os.urandom", lambda count: bytes([random]) * count):
+                table.claim("r", "A", now=0, ttl=1)
+        other.close()
+        slept: list[float] = time.slept
+        return slept
+
+    def test_who_has_waited_longest_tries_most_often(self) -> None:
+        bounds = self.slept(255)
+        self.assertEqual(bounds, sorted(bounds, reverse=True))
+        self.assertLess(20 * bounds[50], 1.001 * bounds[0])  # a newcomer steps back this far
+        self.assertGreater(bounds[1], bounds[2])  # and comes nearer with each try
+        self.assertEqual(len(set(bounds[50:])), 1)  # down to a rest that leaves others the cores
+        self.assertTrue(0 < bounds[-1] <= bounds[0] <= 0.02, bounds)
+
+    def test_two_that_began_together_try_apart(self) -> None:
+        sides = self.slept(255), self.slept(51), self.slept(0)
+        for bound, fifth, none in zip(*sides, strict=False):  # a shorter sleep, more of them
+            self.assertAlmostEqual(fifth, bound / 5)
+            self.assertEqual(none, 0)
 
     def test_a_refused_claim_waits_too_rather_than_guess(self) -> None:
         table = self.table(timeout=1)
