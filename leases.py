@@ -309,7 +309,7 @@ class _Database:
             # SQLite's own busy handler sleeps longer with each try, so that newcomers overtake
             # and an old waiter can starve. Here the bound shrinks, and the oldest tries most often.
             tries += 1
-            time.sleep(max(0.01 / tries, 0.0005) * os.urandom(1)[0] / 255)
+            time.sleep(max(0.02 / tries**2, 0.0002) * os.urandom(1)[0] / 255)
 
     def _located(self, error: sqlite3.Error) -> sqlite3.Error:
         """Add the database's path to an error's message."""
