@@ -1893,6 +1893,7 @@ class TroubleTest(DatabaseTest):
                 self.assertRaisesRegex(RuntimeError, "fork", call)
             table.close()
             sink.close()
+            table._connection.execute("SELECT 1")  # still open: it is not this process's to close
 
         self.assertEqual(self.forked(check), 0)
         with sink.transaction("r", 1):

@@ -946,8 +946,6 @@ def experiment(effort: Effort) -> dict[str, Any]:
 
 # The README's table
 
-JUDGED: Final = ("claim", "renew", "complete", "write", "take_over")
-
 
 def table(found: dict[str, Any]) -> str:
     """Write the README's table from a run's JSON: a column for each disk."""
@@ -970,7 +968,7 @@ def table(found: dict[str, Any]) -> str:
     rows.append(["---"] * (len(disks) + 1))
     add("one fsync, µs", *(disk["about"]["fsync, microseconds"] for disk in disks))
     add("**a call ÷ the same SQL by hand**")
-    for name in sorted(disks[0]["calls"], key=lambda name: name not in JUDGED):
+    for name in disks[0]["calls"]:
         add(name, *(disk["calls"][name]["ratio"] for disk in disks))
     add("**a peer's acquire and release ÷ claim and release; what a power cut leaves**")
     for name, peer in disks[0]["peers"].items():
